@@ -1,0 +1,1 @@
+"""Planning, emitting and running a program."""

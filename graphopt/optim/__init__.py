@@ -1,0 +1,1 @@
+"""Optimizers as values: what to update, by which rule, with which options."""

@@ -1,0 +1,96 @@
+"""What a pass is: a frozen dataclass that rewrites a Program and says what it changed."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, fields
+from enum import StrEnum
+from typing import ClassVar
+
+from torch import fx
+
+from graphopt.ir.program import Program, Stage
+
+
+class Numerics(StrEnum):
+    """What a pass may do to numbers.
+
+    EXACT: bit-equal on every device. REASSOCIATES: the same mathematics, other rounding. LOSSY: precision changes.
+    DEPLOY: for inference only; a training pipeline refuses it.
+    """
+
+    EXACT = "exact"
+    REASSOCIATES = "reassociates"
+    LOSSY = "lossy"
+    DEPLOY = "deploy"
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A rewrite that was declined, with a reason that a user understands."""
+
+    node: str
+    reason: str
+
+    @classmethod
+    def at(cls, node: fx.Node, reason: str) -> Refusal:
+        """A refusal at ``node``."""
+        return cls(node.name, reason)
+
+
+@dataclass(frozen=True)
+class Changes:
+    """How many rewrites a pass made (0 exactly if the text is unchanged), and what it declined."""
+
+    count: int
+    refusals: tuple[Refusal, ...] = ()
+
+
+@dataclass(frozen=True)
+class Pass(ABC):
+    """Base of all passes. Options are the dataclass fields of the subclass, so they print, compare and parse."""
+
+    name: ClassVar[str]
+    """Kebab-case; the same word in the file name, the dump and the log."""
+    stage: ClassVar[Stage] = Stage.ANY
+    """The stage of Program it accepts; ANY for every stage."""
+    numerics: ClassVar[Numerics] = Numerics.EXACT
+    after: ClassVar[tuple[str, ...]] = ()
+    """Names of passes that must not come later in the same pipeline."""
+    in_place: ClassVar[bool] = False
+    """Whether the result may hold in-place operators; such a pass is the last of its pipeline."""
+
+    @abstractmethod
+    def apply(self, program: Program) -> Changes:
+        """Rewrite ``program`` in place and say what changed. Must not change what its signature means."""
+
+    def options(self) -> dict[str, object]:
+        """Options that differ from their defaults, by name."""
+        return {field.name: getattr(self, field.name) for field in fields(self) if self._is_set(field.name)}
+
+    def _is_set(self, name: str) -> bool:
+        default = next(field.default for field in fields(self) if field.name == name)
+        return bool(getattr(self, name) != default)
+
+    def __str__(self) -> str:
+        options = ",".join(f"{name}={value}" for name, value in self.options().items())
+        return f"{self.name}{{{options}}}" if options else self.name
+
+
+@dataclass(frozen=True)
+class PassRecord:
+    """What one pass did, as the pipeline saw it. Bytes are estimated by the plan; ``seconds`` is wall time."""
+
+    position: int
+    name: str
+    stage: str
+    numerics: str
+    changes: int
+    seconds: float
+    ops_before: int
+    ops_after: int
+    peak_bytes_before: int
+    peak_bytes_after: int
+    saved_bytes_before: int
+    saved_bytes_after: int
+    refusals: tuple[Refusal, ...] = ()

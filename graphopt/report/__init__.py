@@ -1,0 +1,1 @@
+"""What a compiled step says about itself: tables, explanations, HTML."""

@@ -1,0 +1,1 @@
+"""Training helpers: the demo model and its data."""

@@ -1,0 +1,3 @@
+"""The version of graphopt."""
+
+__version__ = "0.1.0"
