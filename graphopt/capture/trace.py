@@ -15,6 +15,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.traceback import preserve_node_meta
 
 from graphopt.capture.origins import read_origins
+from graphopt.capture.recurrent import use_lstm_operator
 from graphopt.ir import ops
 from graphopt.ir.program import Program, Stage
 from graphopt.ir.spec import Input, InputKind, Output, OutputKind, Signature, TensorSpec
@@ -55,6 +56,7 @@ def program_from_trace(
     values = tuple(returned) if isinstance(returned, (tuple, list)) else (returned,)
     module.graph.output_node().args = (values,)
     _move_constants(module)
+    use_lstm_operator(module.graph)
     origins = read_origins(module.graph)
     for node in module.graph.nodes:
         node.meta = {"val": node.meta["val"]} if "val" in node.meta else {}

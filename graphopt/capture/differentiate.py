@@ -1,0 +1,134 @@
+"""The joint Program: autograd traced through a forward Program, gradients as named outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from graphopt.capture.origins import write_origins
+from graphopt.capture.trace import fake_like, new_fake_mode, program_from_trace, trace_functional
+from graphopt.errors import OutputError
+from graphopt.ir.program import Program, Stage
+from graphopt.ir.spec import Input, InputKind, Output, OutputKind, TensorSpec
+
+
+def differentiate(program: Program, *, roots: Sequence[str], wrt: Sequence[str]) -> Program:
+    """The joint Program: ``program`` plus its gradient, with a TANGENT input for each of ``roots``.
+
+    ``roots``: user outputs to differentiate. ``wrt``: parameters or batch inputs; each that the roots reach gets a GRAD
+    output of its name, the others get none (their gradient is None, as in eager). Raises OutputError for a root that
+    cannot be differentiated or reaches nothing of ``wrt``.
+    """
+    for root in roots:
+        _check_reach(program, root, wrt)
+    mode = new_fake_mode()
+    wanted = set(wrt)
+    fakes = [
+        fake_like(mode, entry.spec, requires_grad=entry.name in wanted and _can_require_grad(entry))
+        if isinstance(entry.spec, TensorSpec)
+        else 1.0
+        for entry in program.signature.inputs
+    ]
+    root_positions = [_output_position(program, root) for root in roots]
+    tangent_specs = [_tangent_spec(program, position) for position in root_positions]
+    sources = [i for i, entry in enumerate(program.signature.inputs) if entry.name in wanted and fakes[i].requires_grad]
+    reached: list[int] = []
+
+    def joint(*flat: Any) -> tuple[Any, ...]:
+        inputs, tangents = flat[: len(fakes)], flat[len(fakes) :]
+        with torch.enable_grad():
+            values = fx.Interpreter(program.module).run(*inputs, enable_io_processing=False)
+            outputs = [values[position] for position in root_positions]
+            _check_differentiable(program, roots, outputs)
+            gradients = torch.autograd.grad(
+                outputs, [inputs[i] for i in sources], grad_outputs=list(tangents), allow_unused=True
+            )
+        reached[:] = [i for i, gradient in zip(sources, gradients, strict=True) if gradient is not None]
+        return (*_without_grad(values), *(gradient for gradient in gradients if gradient is not None))
+
+    write_origins(program)
+    module = trace_functional(joint, [*fakes, *(fake_like(mode, spec) for spec in tangent_specs)])
+    inputs = [
+        *program.signature.inputs,
+        *(Input(f"tangent.{root}", InputKind.TANGENT, spec) for root, spec in zip(roots, tangent_specs, strict=True)),
+    ]
+    outputs = [*program.signature.outputs]
+    for i in reached:
+        outputs.append(Output(program.signature.inputs[i].name, OutputKind.GRAD, program.signature.inputs[i].spec))
+    joint_program = program_from_trace(module, inputs, outputs, stage=Stage.JOINT)
+    _name_inputs(joint_program, program)
+    joint_program.history = program.history
+    return joint_program
+
+
+def _without_grad(values: Sequence[Any]) -> list[Any]:
+    return [value.detach() if isinstance(value, torch.Tensor) and value.requires_grad else value for value in values]
+
+
+def _can_require_grad(entry: Input) -> bool:
+    assert isinstance(entry.spec, TensorSpec)
+    return entry.spec.dtype.is_floating_point or entry.spec.dtype.is_complex
+
+
+def _output_position(program: Program, name: str) -> int:
+    for position, output in program.signature.outputs_of(OutputKind.USER):
+        if output.name == name:
+            return position
+    raise OutputError(f"no output {name!r}; there are {[o.name for _, o in program.signature.outputs_of(OutputKind.USER)]}")
+
+
+def _tangent_spec(program: Program, position: int) -> TensorSpec:
+    spec = program.signature.outputs[position].spec
+    assert isinstance(spec, TensorSpec)
+    strides = torch.empty(spec.shape, device="meta").stride()
+    return TensorSpec(spec.shape, spec.dtype, tuple(strides), spec.device)
+
+
+def _check_differentiable(program: Program, roots: Sequence[str], outputs: Sequence[torch.Tensor]) -> None:
+    for root, value in zip(roots, outputs, strict=True):
+        if not value.requires_grad:
+            raise OutputError(
+                f"output {root!r} is not differentiable: every path from a trainable parameter to it passes an operator "
+                f"without a gradient (such as argmax, a comparison, detach or no_grad){_last_cut(program, root)}"
+            )
+
+
+def _last_cut(program: Program, root: str) -> str:
+    value = program.output_named(root)
+    origin = str(program.origin(value)) if isinstance(value, fx.Node) else ""
+    return f"; it is computed at {origin}" if origin else ""
+
+
+def _check_reach(program: Program, root: str, wrt: Sequence[str]) -> None:
+    """Raise OutputError unless some trainable input leads to ``root`` in the graph at all."""
+    wanted = set(wrt)
+    pending = [program.output_named(root)]
+    seen: set[fx.Node] = set()
+    names = dict(zip(program.placeholders(), (entry.name for entry in program.signature.inputs), strict=True))
+    while pending:
+        node = pending.pop()
+        if not isinstance(node, fx.Node) or node in seen:
+            continue
+        seen.add(node)
+        if names.get(node) in wanted:
+            return
+        pending.extend(node.all_input_nodes)
+    parameters = [entry.name for _, entry in program.signature.inputs_of(InputKind.PARAM)]
+    frozen = f"{len(parameters)} parameters, {len([name for name in parameters if name in wanted])} of them trainable"
+    raise OutputError(
+        f"output {root!r} reaches no trainable parameter (the model has {frozen}): nothing could be trained; "
+        "compute it from the model's output, or set requires_grad on a parameter it depends on"
+    )
+
+
+def _name_inputs(joint_program: Program, program: Program) -> None:
+    """Give placeholders their readable names back; a trace numbers them."""
+    names = [node.name for node in program.placeholders()]
+    names += [f"tangent_{i}" for i in range(len(joint_program.placeholders()) - len(names))]
+    for node, name in zip(joint_program.placeholders(), names, strict=True):
+        node._rename(name)
+        node.target = node.name
+    joint_program.finish()

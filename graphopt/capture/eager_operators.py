@@ -1,0 +1,53 @@
+"""Operators that export replaces by others with different rounding: put back what eager runs."""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from graphopt.ir import ops
+from graphopt.ir.program import Program
+
+aten = torch.ops.aten
+
+
+def use_eager_operators(program: Program) -> None:
+    """Let dropout on a CPU be what eager runs there: noise drawn in the input's dtype, scaled, multiplied.
+
+    Export replaces ``dropout`` by ``native_dropout``, which on a CPU draws a boolean mask and rounds differently.
+    """
+    for node in program.ops():
+        if not ops.is_call(node, aten.native_dropout.default) or not ops.is_random(node):
+            continue
+        source = node.args[0]
+        assert isinstance(source, fx.Node)
+        uses_mask = any(user.args[1] != 0 for user in node.users)
+        if program.spec(source).device.type == "cpu" and not uses_mask:
+            _replace_dropout(program, node, source, float(node.args[1]))  # type: ignore[arg-type]
+
+
+def _replace_dropout(program: Program, node: fx.Node, source: fx.Node, probability: float) -> None:
+    if probability == 1.0:
+        zeros = program.insert_before(node, aten.zeros_like.default, source)
+        dropped = program.insert_before(node, aten.mul.Tensor, source, zeros)
+    else:
+        noise = _noise(program, node, source, 1 - probability)
+        dropped = program.insert_before(node, aten.mul.Tensor, source, noise)
+    for user in list(node.users):
+        program.replace(user, dropped)
+    program.erase_if_unused(node)
+
+
+def _noise(program: Program, node: fx.Node, source: fx.Node, keep: float) -> fx.Node:
+    """Scaled noise laid out in memory like ``source``: eager fills it in memory order, so the layout decides the draw."""
+    stride = program.spec(source).stride
+    by_stride = sorted(range(len(stride)), key=lambda dim: -stride[dim])
+    shape_only = program.insert_before(node, aten.detach.default, source)
+    if by_stride == sorted(by_stride):
+        drawn = program.insert_before(node, aten.bernoulli.p, shape_only, keep)
+    else:
+        inverse = sorted(range(len(stride)), key=by_stride.__getitem__)
+        in_order = program.insert_before(node, aten.permute.default, shape_only, by_stride)
+        drawn_in_order = program.insert_before(node, aten.bernoulli.p, in_order, keep)
+        drawn = program.insert_before(node, aten.permute.default, drawn_in_order, inverse)
+    return program.insert_before(node, aten.div.Scalar, drawn, keep)
