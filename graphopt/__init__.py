@@ -1,5 +1,21 @@
 """graphopt: a compiler for training steps."""
 
+from graphopt import errors, optim, passes
+from graphopt.api import capture, compile, optimize
+from graphopt.capture.differentiate import differentiate
+from graphopt.options import Accumulate
+from graphopt.pipeline.pipeline import Pipeline
 from graphopt.version import __version__
 
-__all__ = ["__version__"]
+__all__ = [
+    "Accumulate",
+    "Pipeline",
+    "__version__",
+    "capture",
+    "compile",
+    "differentiate",
+    "errors",
+    "optim",
+    "optimize",
+    "passes",
+]

@@ -40,7 +40,7 @@ def differentiate(program: Program, *, roots: Sequence[str], wrt: Sequence[str])
     def joint(*flat: Any) -> tuple[Any, ...]:
         inputs, tangents = flat[: len(fakes)], flat[len(fakes) :]
         with torch.enable_grad():
-            values = fx.Interpreter(program.module).run(*inputs, enable_io_processing=False)
+            values = _GradientInterpreter(program.module).run(*inputs, enable_io_processing=False)
             outputs = [values[position] for position in root_positions]
             _check_differentiable(program, roots, outputs)
             gradients = torch.autograd.grad(
@@ -62,6 +62,19 @@ def differentiate(program: Program, *, roots: Sequence[str], wrt: Sequence[str])
     _name_inputs(joint_program, program)
     joint_program.history = program.history
     return joint_program
+
+
+class _GradientInterpreter(fx.Interpreter):
+    """Runs a forward graph under autograd.
+
+    Some operators (attention with a mask that has a gradient) lay their result out differently under autograd than
+    without, where the graph was captured; a view that does not fit that layout copies, as ``reshape`` does in eager.
+    """
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        if target is torch.ops.aten.view.default:
+            target = torch.ops.aten.reshape.default
+        return super().call_function(target, args, kwargs)
 
 
 def _without_grad(values: Sequence[Any]) -> list[Any]:

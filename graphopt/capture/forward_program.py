@@ -44,8 +44,11 @@ def forward_program(
             continue
         if node.op == "get_attr":
             root.register_buffer(str(node.target), _constant(exported, str(node.target)), persistent=False)
-        mapping[node] = graph.node_copy(node, mapping.__getitem__)
-        mapping[node].name = node.name
+        args, kwargs = fx.map_arg((node.args, node.kwargs), mapping.__getitem__)
+        twin = graph.create_node(node.op, node.target, args, kwargs, name=node.name)
+        if node.name in origins:
+            origins[twin.name] = origins[node.name]
+        mapping[node] = twin
     values = fx.map_arg(exported.graph.output_node().args[0], mapping.__getitem__)
     graph.output(tuple(values))
     _set_input_values(graph, kept)

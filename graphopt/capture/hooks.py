@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -22,9 +22,9 @@ def refuse_module_hooks(model: torch.nn.Module) -> None:
         )
 
 
-def refuse_parameter_hooks(model: torch.nn.Module) -> None:
+def refuse_parameter_hooks(parameters: Mapping[str, torch.nn.Parameter]) -> None:
     """Raise UnsupportedError naming the first gradient hook; only the form without an optimizer can call these."""
-    for name, parameter in model.named_parameters():
+    for name, parameter in parameters.items():
         hooks = [*(parameter._backward_hooks or {}).values()]
         hooks += [*(getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values()]
         for hook in hooks:

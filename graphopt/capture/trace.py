@@ -97,12 +97,14 @@ def _interpret(module: fx.GraphModule) -> Callable[..., Any]:
 
 
 def _move_constants(module: fx.GraphModule) -> None:
-    """Let every constant be a buffer called ``constant_N`` of a flat module."""
-    for position, node in enumerate([node for node in module.graph.nodes if node.op == "get_attr"]):
+    """Let every constant be a buffer of a flat module, once, called ``constant_N``."""
+    names: dict[int, str] = {}
+    for node in [node for node in module.graph.nodes if node.op == "get_attr"]:
         tensor = _attribute(module, str(node.target))
-        name = f"constant_{position}"
-        module.register_buffer(name, tensor.detach(), persistent=False)
-        node.target = name
+        if id(tensor) not in names:
+            names[id(tensor)] = f"constant_{len(names)}"
+            module.register_buffer(names[id(tensor)], tensor.detach(), persistent=False)
+        node.target = names[id(tensor)]
 
 
 def _attribute(module: torch.nn.Module, path: str) -> torch.Tensor:
@@ -115,6 +117,9 @@ def _attribute(module: torch.nn.Module, path: str) -> torch.Tensor:
 
 
 def _fill_constant_values(program: Program) -> None:
+    values: dict[str, Any] = {}
     for node in program.constants():
-        if not isinstance(node.meta.get("val"), torch._subclasses.FakeTensor):
-            node.meta["val"] = program.fake_mode.from_tensor(program.constant(node), static_shapes=True)
+        name = str(node.target)
+        if name not in values:
+            values[name] = program.fake_mode.from_tensor(program.constant(node), static_shapes=True)
+        node.meta["val"] = values[name]

@@ -120,6 +120,14 @@ def backward_nodes(program: Program) -> set[fx.Node]:
     return reached
 
 
+def is_unpacked_at_once(node: fx.Node) -> bool:
+    """Whether ``node`` returns a tuple whose elements are all that is used, each under one name."""
+    if not isinstance(node.meta.get("val"), (tuple, list)):
+        return False
+    positions = [user.args[1] for user in node.users if ops.is_getitem(user)]
+    return len(positions) == len(node.users) and len(set(positions)) == len(positions)
+
+
 def _write_points(
     program: Program, storages: StorageMap, index: dict[fx.Node, int]
 ) -> tuple[list[list[WriteBack]], list[WriteBack]]:
@@ -173,13 +181,9 @@ def _last_uses(
         last_use.pop(node, None)
     # A tuple is unpacked as soon as it is made, so its name never lives on.
     for node in index:
-        if node in last_use and isinstance(node.meta.get("val"), (tuple, list)) and _only_unpacked(node):
+        if node in last_use and is_unpacked_at_once(node):
             last_use[node] = index[node]
     return last_use
-
-
-def _only_unpacked(node: fx.Node) -> bool:
-    return all(ops.is_getitem(user) for user in node.users)
 
 
 def _simulate(
@@ -214,6 +218,6 @@ def _unpacked_with_tuple(order: tuple[fx.Node, ...]) -> dict[fx.Node, list[fx.No
     """The getitems that take effect when their tuple is made."""
     unpacked: dict[fx.Node, list[fx.Node]] = {}
     for node in order:
-        if isinstance(node.meta.get("val"), (tuple, list)) and _only_unpacked(node):
+        if is_unpacked_at_once(node):
             unpacked[node] = [user for user in node.users]
     return unpacked

@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 aten = torch.ops.aten
+getitem = operator.getitem
 
 SCALAR_OPS: frozenset[Callable[..., Any]] = frozenset(
     {operator.add, operator.sub, operator.mul, operator.truediv, operator.pow, operator.neg, max, min}
@@ -25,6 +26,7 @@ _RANDOM_ONLY_IF = {
     aten._scaled_dot_product_flash_attention_for_cpu.default: (3, "dropout_p", 0.0),
     aten._scaled_dot_product_attention_math.default: (4, "dropout_p", 0.0),
     aten.native_dropout.default: (2, "train", False),
+    aten.dropout.default: (2, "train", False),
     aten.lstm.input: (5, "dropout", 0.0),
     aten.gru.input: (5, "dropout", 0.0),
 }
@@ -46,6 +48,17 @@ _EFFECTS = frozenset(
         aten.sym_constrain_range.default,
         aten.sym_constrain_range_for_size.default,
         aten._print.default,
+    }
+)
+
+# With ``training`` (argument 5) they write the running mean and variance (arguments 3 and 4); their schemas say they
+# write nothing (torch 2.13).
+_WRITES_RUNNING_STATISTICS = frozenset(
+    {
+        aten.native_batch_norm.default,
+        aten.cudnn_batch_norm.default,
+        aten.miopen_batch_norm.default,
+        aten.batch_norm.default,
     }
 )
 
@@ -104,6 +117,85 @@ _FACTORIES = frozenset(
 )
 
 
+# Pointwise by their definition, but torch 2.13 does not tag them.
+_UNTAGGED_POINTWISE = frozenset(
+    {
+        aten.__and__.Tensor,
+        aten.__and__.Scalar,
+        aten.__or__.Tensor,
+        aten.__or__.Scalar,
+        aten.where.ScalarSelf,
+        aten.where.ScalarOther,
+        aten.where.Scalar,
+        aten.masked_fill.Tensor,
+    }
+)
+
+# The elements of the first argument in the same row-major order; only the shape (and the strides) may differ.
+_ORDER_KEEPING = frozenset(
+    {
+        aten.alias.default,
+        aten.view.default,
+        aten._unsafe_view.default,
+        aten.reshape.default,
+        aten.flatten.using_ints,
+        aten.unsqueeze.default,
+        aten.squeeze.default,
+        aten.squeeze.dim,
+        aten.squeeze.dims,
+        aten.clone.default,
+        aten.contiguous.default,
+    }
+)
+
+
+# The elements of the first argument, unchanged unless the dtype changes; memory, layout or device may be others.
+_COPIES = frozenset(
+    {
+        aten._to_copy.default,
+        aten.lift_fresh.default,
+        aten.lift_fresh_copy.default,
+        aten.detach.default,
+        aten.detach_copy.default,
+        aten.alias_copy.default,
+    }
+)
+
+# The whole new shape is an argument, so what shape the input had does not matter.
+_RESHAPES = frozenset({aten.view.default, aten._unsafe_view.default, aten.reshape.default})
+
+_ARITHMETIC = {
+    aten.add.Tensor: "add",
+    aten.add.Scalar: "add",
+    aten.sub.Tensor: "sub",
+    aten.sub.Scalar: "sub",
+    aten.mul.Tensor: "mul",
+    aten.mul.Scalar: "mul",
+    aten.div.Tensor: "div",
+    aten.div.Scalar: "div",
+    aten.div.Tensor_mode: "div",
+    aten.div.Scalar_mode: "div",
+    aten.pow.Tensor_Scalar: "pow",
+}
+_INVOLUTIONS = frozenset({aten.neg.default, aten.logical_not.default, aten.bitwise_not.default})
+
+# Factories that give one number everywhere: the number, or the position of the argument that holds it.
+_FILLS_WITH = {
+    aten.zeros.default: 0,
+    aten.zeros_like.default: 0,
+    aten.new_zeros.default: 0,
+    aten.ones.default: 1,
+    aten.ones_like.default: 1,
+    aten.new_ones.default: 1,
+}
+_FILLS_WITH_ARGUMENT = {
+    aten.scalar_tensor.default: 0,
+    aten.full.default: 1,
+    aten.full_like.default: 1,
+    aten.new_full.default: 2,
+}
+
+
 def is_call(node: fx.Node, *targets: Callable[..., Any]) -> bool:
     """Whether ``node`` calls one of ``targets`` (any function when none is given)."""
     return node.op == "call_function" and (not targets or node.target in targets)
@@ -146,8 +238,10 @@ def is_random(node: fx.Node) -> bool:
 
 
 def mutated_arguments(node: fx.Node) -> Iterator[fx.Node]:
-    """The argument nodes that ``node`` writes into, from its schema."""
+    """The argument nodes that ``node`` writes into, from its schema (and where the schema does not tell)."""
     op = overload(node)
+    if writes_running_statistics(node):
+        yield from (item for item in node.args[3:5] if isinstance(item, fx.Node))
     if op is None or not op._schema.is_mutable:
         return
     for position, schema_argument in enumerate(op._schema.arguments):
@@ -156,6 +250,14 @@ def mutated_arguments(node: fx.Node) -> Iterator[fx.Node]:
         value = argument(node, position, schema_argument.name)
         values = value if isinstance(value, (list, tuple)) else (value,)
         yield from (item for item in values if isinstance(item, fx.Node))
+
+
+def writes_running_statistics(node: fx.Node) -> bool:
+    """Whether ``node`` is a normalisation that writes its running statistics though its schema does not say so."""
+    if overload(node) not in _WRITES_RUNNING_STATISTICS:
+        return False
+    has_statistics = isinstance(argument(node, 3, "running_mean"), fx.Node)
+    return has_statistics and argument(node, 5, "training", False) is not False
 
 
 def is_mutating(node: fx.Node) -> bool:
@@ -171,7 +273,9 @@ def has_effect(node: fx.Node) -> bool:
     op = overload(node)
     if op is None:
         return False
-    return op in _EFFECTS or op._schema.is_mutable or not op._schema.returns
+    if op in _EFFECTS or writes_running_statistics(node):
+        return True
+    return op._schema.is_mutable or not op._schema.returns
 
 
 def is_view(node: fx.Node) -> bool:
@@ -195,7 +299,22 @@ def is_factory(node: fx.Node) -> bool:
 def is_pointwise(node: fx.Node) -> bool:
     """Whether each element of the result depends on one element of each argument, after broadcasting."""
     op = overload(node)
-    return op is not None and torch.Tag.pointwise in op.tags
+    return op is not None and (torch.Tag.pointwise in op.tags or op in _UNTAGGED_POINTWISE)
+
+
+def is_conversion(node: fx.Node) -> bool:
+    """Whether ``node`` copies its argument, element by element, to another dtype or device."""
+    return overload(node) is aten._to_copy.default
+
+
+def is_expand(node: fx.Node) -> bool:
+    """Whether ``node`` repeats its argument along dimensions of size 1, without a copy."""
+    return overload(node) is aten.expand.default
+
+
+def keeps_order(node: fx.Node) -> bool:
+    """Whether the result holds the elements of the first argument in the same row-major order, in another shape."""
+    return overload(node) in _ORDER_KEEPING
 
 
 def is_matmul(node: fx.Node) -> bool:
@@ -206,6 +325,61 @@ def is_matmul(node: fx.Node) -> bool:
 def is_attention(node: fx.Node) -> bool:
     """Whether ``node`` is a fused attention product."""
     return overload(node) in _ATTENTION
+
+
+def copied_argument(node: fx.Node) -> fx.Node | None:
+    """The argument whose elements are the result, or None.
+
+    If the result has the argument's shape and dtype, the two are equal in every bit. Covers copies, views that keep
+    the order, casts, ``cat`` of one tensor that is not empty, and dropout that is not training.
+    """
+    if not node.args:
+        return None
+    op, first = overload(node), node.args[0]
+    if is_getitem(node):
+        return first.args[0] if _is_idle_dropout(first) and node.args[1] == 0 else None  # type: ignore
+    if op is aten.copy.default:
+        first = node.args[1]
+    elif op is aten.cat.default:
+        filled = [item for item in first if item.meta["val"].numel()]  # type: ignore
+        first = filled[0] if len(filled) == 1 else None
+    elif op is aten.dropout.default:
+        first = None if is_random(node) else first
+    elif op not in _COPIES and not keeps_order(node):
+        return None
+    return first if isinstance(first, fx.Node) else None
+
+
+def _is_idle_dropout(node: Any) -> bool:
+    return is_call(node, aten.native_dropout.default) and not is_random(node)
+
+
+def stops_gradient(node: fx.Node) -> bool:
+    """Whether no gradient flows through ``node`` though its result has the argument's elements."""
+    return is_call(node, aten.detach.default, aten.detach_copy.default)
+
+
+def is_reshape(node: fx.Node) -> bool:
+    """Whether ``node`` gives the elements of its argument, in row-major order, the shape of its second argument."""
+    return overload(node) in _RESHAPES
+
+
+def arithmetic(node: fx.Node) -> str | None:
+    """The arithmetic: ``add``, ``sub`` (with ``alpha``), ``mul``, ``div`` (with ``rounding_mode``) or ``pow``."""
+    return _ARITHMETIC.get(overload(node))  # type: ignore[arg-type]
+
+
+def undoes_itself(node: fx.Node) -> bool:
+    """Whether applying ``node``'s operator twice gives the first argument again (if the dtype is the same)."""
+    return overload(node) in _INVOLUTIONS
+
+
+def fill_value(node: fx.Node) -> Any:
+    """The one number that all elements of a factory's result have (a node when it is computed), or None."""
+    op = overload(node)
+    if op in _FILLS_WITH_ARGUMENT:
+        return argument(node, _FILLS_WITH_ARGUMENT[op], "fill_value")
+    return _FILLS_WITH.get(op)  # type: ignore[arg-type]
 
 
 def is_pure(node: fx.Node) -> bool:

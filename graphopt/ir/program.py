@@ -66,6 +66,7 @@ class Program:
         self.stage = stage
         self.origins: dict[str, Origin] = dict(origins or {})
         self.history = history
+        self.default_fake_mode: FakeTensorMode | None = None
 
     # ---- reading -------------------------------------------------------------------------------------------------
 
@@ -137,7 +138,7 @@ class Program:
             for leaf in value if isinstance(value, (tuple, list)) else (value,):
                 if isinstance(leaf, FakeTensor):
                     return leaf.fake_mode
-        return FakeTensorMode(allow_non_fake_inputs=True)
+        return self.default_fake_mode or FakeTensorMode(allow_non_fake_inputs=True)
 
     # ---- changing ------------------------------------------------------------------------------------------------
 
@@ -168,6 +169,15 @@ class Program:
         """Let every user of ``node``, the outputs included, use ``replacement``; erase ``node`` if nothing uses it."""
         node.replace_all_uses_with(replacement)
         self.erase_if_unused(node)
+
+    def take_over(self, node: fx.Node, replacement: fx.Node) -> None:
+        """As ``replace``, and ``replacement`` takes the name of ``node``, so that texts before and after stay alike."""
+        name = node.name
+        node.replace_all_uses_with(replacement)
+        self.graph.erase_node(node)
+        self.origins[name] = self.origins.pop(replacement.name, NO_ORIGIN)
+        replacement.name = name
+        self.graph._graph_namespace._rename_object(replacement, name)
 
     def erase_if_unused(self, node: fx.Node) -> None:
         """Erase ``node`` unless something uses it."""
@@ -222,14 +232,12 @@ class Program:
         graph = fx.Graph()
         mapping: dict[fx.Node, fx.Node] = {}
         for node in self.graph.nodes:
-            twin = graph.node_copy(node, mapping.__getitem__)
+            args, kwargs = fx.map_arg((node.args, node.kwargs), mapping.__getitem__)
+            # Names are given, not derived: dumps and origins rely on them.
+            twin = graph.create_node(node.op, node.target, args, kwargs, name=node.name)
             twin.meta = {"val": node.meta["val"]} if "val" in node.meta else {}
-            # node_copy may rename; dumps and origins rely on names, so keep the name exactly.
-            twin.name = node.name
+            assert twin.name == node.name, f"the copy of {node.name} is called {twin.name}"
             mapping[node] = twin
-        graph._graph_namespace = self.graph._graph_namespace.__class__()
-        for node in graph.nodes:
-            graph._graph_namespace.associate_name_with_obj(node.name, node)
         root = torch.nn.Module()
         for name, tensor in self.module._buffers.items():
             root.register_buffer(name, tensor, persistent=False)

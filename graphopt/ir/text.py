@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import keyword
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -26,12 +27,12 @@ def program_text(program: Program) -> str:
     """The whole program: signature, one line a node with spec, module and source line, and the named outputs."""
     lines = [f"def {program.stage}("]
     for node, entry in zip(program.placeholders(), program.signature.inputs, strict=True):
-        lines.append(f"    {node.name}: {str(entry.spec)!r},  # {entry.kind} {entry.name}")
+        lines.append(f"    {node.name}: {str(entry.spec)!r},  # {entry.kind} {one_line(entry.name)}")
     lines.append("):")
     lines.extend("    " + node_text(program, node) for node in program.graph.nodes if _has_line(node))
     lines.append("    return (")
     for value, output in zip(program.output_values(), program.signature.outputs, strict=True):
-        lines.append(f"        {format_argument(value)},  # {output.kind} {output.name}")
+        lines.append(f"        {format_argument(value)},  # {output.kind} {one_line(output.name)}")
     lines.append("    )")
     return "\n".join(lines) + "\n"
 
@@ -39,7 +40,7 @@ def program_text(program: Program) -> str:
 def node_text(program: Program, node: fx.Node) -> str:
     """One line: ``name: 'spec' = call(arguments)  # module | file:line | source``."""
     line = f"{node.name}: {value_text(node.meta.get('val'))!r} = {call_text(program, node)}"
-    origin = str(program.origin(node))
+    origin = one_line(str(program.origin(node)))
     return f"{line:<{_ANNOTATION_COLUMN}}  # {origin}" if origin else line
 
 
@@ -54,14 +55,17 @@ def call_text(program: Program, node: fx.Node) -> str:
         return f"-{arguments[0]}"
     if node.target in _SCALAR_SYMBOLS:
         return f"{arguments[0]} {_SCALAR_SYMBOLS[node.target]} {arguments[1]}"  # type: ignore[index]
-    arguments += [f"{name}={format_argument(value)}" for name, value in node.kwargs.items()]
+    arguments += [_keyword_argument(name, value) for name, value in node.kwargs.items()]
     return f"{target_text(node.target)}({', '.join(arguments)})"
 
 
 def target_text(target: Callable[..., Any] | str) -> str:
     """The dotted name of an operator, such as ``aten.mm.default``."""
     if isinstance(target, torch._ops.OpOverload):
-        return f"{target.namespace}.{target._schema.name.split('::')[1]}.{target._overloadname}"
+        operator_name = f"{target.namespace}.{target._schema.name.split('::')[1]}"
+        if keyword.iskeyword(target._overloadname):  # such as aten.random.from
+            return f"getattr({operator_name}, {target._overloadname!r})"
+        return f"{operator_name}.{target._overloadname}"
     return getattr(target, "__name__", str(target))
 
 
@@ -86,6 +90,16 @@ def format_argument(value: Any) -> str:
     if isinstance(value, float) and (value != value or value in (float("inf"), float("-inf"))):
         return f"float({str(value)!r})"
     return repr(value)
+
+
+def one_line(text: str) -> str:
+    """``text`` with every control character escaped, so that it stays inside a comment."""
+    return "".join(character if character.isprintable() else ascii(character)[1:-1] for character in text)
+
+
+def _keyword_argument(name: str, value: Any) -> str:
+    text = format_argument(value)
+    return f"**{{{name!r}: {text}}}" if keyword.iskeyword(name) else f"{name}={text}"
 
 
 def _has_line(node: fx.Node) -> bool:

@@ -1,0 +1,194 @@
+"""From a model and a batch to executables: capture -> passes -> differentiate -> passes -> update -> passes -> emit."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from graphopt.capture.batch import BatchBinder, BoundBatch
+from graphopt.capture.differentiate import differentiate
+from graphopt.capture.export import Captured, OutputRequest, capture_program
+from graphopt.capture.loss_weight import LossWeight, find_loss_weight
+from graphopt.capture.update import UpdateRequest, append_update, append_window, window_update_program
+from graphopt.errors import OutputError
+from graphopt.execute.executable import Executable, build_executable
+from graphopt.execute.workspace import MeasuredWorkspace
+from graphopt.ir.program import Program, Stage
+from graphopt.ir.spec import UPDATE_KINDS, InputKind, OutputKind, TensorSpec
+from graphopt.optim.base import Optimizer
+from graphopt.options import CompileOptions
+from graphopt.pipeline.default import default_pipeline
+from graphopt.pipeline.dump import Dump
+from graphopt.pipeline.pipeline import Pipeline
+from graphopt.report.build import build_report
+
+
+@dataclass(frozen=True)
+class BuiltGradient:
+    """A joint Program with how to rebuild the user's outputs, and how the loss counts in a window."""
+
+    captured: Captured
+    joint: Program
+    weight: LossWeight
+    dump: Dump | None
+
+    @property
+    def reached(self) -> tuple[str, ...]:
+        """Names of the inputs that have a gradient."""
+        return tuple(output.name for _, output in self.joint.signature.outputs_of(OutputKind.GRAD))
+
+
+class Builder:
+    """Builds executables for one model under one set of options."""
+
+    def __init__(self, model: torch.nn.Module, options: CompileOptions) -> None:
+        self.model = model
+        self.options = options
+        self.request = OutputRequest(options.outputs, options.loss, require_loss=options.optimizer is not None)
+        self.binder = BatchBinder(model, allow_extra=callable(options.loss))
+        self.workspace = MeasuredWorkspace()
+
+    def pipeline(self, stage: Stage) -> Pipeline:
+        """The passes of a stage: the default ones unless options name others."""
+        if self.options.passes is None:
+            return default_pipeline(stage)
+        return self.options.passes[(Stage.FORWARD, Stage.JOINT, Stage.STEP).index(stage)]
+
+    def run_passes(self, program: Program, stage: Stage, dump: Dump | None) -> Program:
+        """``program`` after the passes of ``stage``."""
+        self.workspace.learn(program)
+        return self.pipeline(stage).run(
+            program,
+            verify=self.options.verify,
+            workspace=self.workspace,
+            observer=dump.observe if dump is not None else None,
+        )
+
+    def capture(self, batch: BoundBatch, *, title: str) -> tuple[Captured, Dump | None]:
+        """The forward Program after its passes."""
+        captured = capture_program(self.model, batch, self.request)
+        dump = Dump(self.options.dump, title) if self.options.dump is not None else None
+        if dump is not None:
+            dump.start(captured.program)
+        program = self.run_passes(captured.program, Stage.FORWARD, dump)
+        return replace(captured, program=program), dump
+
+    def gradient(self, batch: BoundBatch, *, wrt: Sequence[str], title: str) -> BuiltGradient:
+        """The joint Program after its passes; the loss is differentiated, or every output when there is no loss."""
+        captured, dump = self.capture(batch, title=title)
+        roots = [captured.loss_name] if captured.loss_name is not None else _float_outputs(captured.program)
+        joint = differentiate(captured.program, roots=roots, wrt=wrt)
+        if dump is not None:
+            dump.mark("joint", joint)
+        joint = self.run_passes(joint, Stage.JOINT, dump)
+        return BuiltGradient(captured, joint, self._weight(joint, captured.loss_name), dump)
+
+    def _weight(self, joint: Program, loss: str | None) -> LossWeight:
+        accumulate = self.options.accumulate
+        if loss is None or accumulate.steps == 1 or accumulate.reduction == "mean":
+            return LossWeight(1.0, "micro-batches count equally, as asked for")
+        if accumulate.reduction == "sum":
+            return LossWeight(None, "gradients of the window are summed, as asked for")
+        if accumulate.weight is not None:
+            return LossWeight(joint.output_named(accumulate.weight), f"output {accumulate.weight!r} is the weight")
+        return find_loss_weight(joint, loss)
+
+    def step(self, built: BuiltGradient, request: UpdateRequest) -> Executable:
+        """Forward, backward and update in one program."""
+        program = append_update(built.joint, request)
+        return self._finish(program, built.dump, title="step")
+
+    def micro_step(self, built: BuiltGradient) -> Executable:
+        """Forward and backward, gradients added to the window."""
+        assert built.captured.loss_name is not None, "accumulation needs a loss"
+        program = append_window(built.joint, loss=built.captured.loss_name, weight=built.weight.weight)
+        return self._finish(program, built.dump, title="micro-step")
+
+    def window_update(
+        self, parameters: Mapping[str, TensorSpec], request: UpdateRequest, *, divide: bool
+    ) -> Executable:
+        """The update that ends a window."""
+        program = window_update_program(parameters, request, divide=divide)
+        dump = Dump(self.options.dump, "window-update") if self.options.dump is not None else None
+        return self._finish(program, dump, title="window-update")
+
+    def module_step(self, built: BuiltGradient) -> Executable:
+        """Forward and backward whose gradients are outputs."""
+        program = built.joint.copy()
+        program.stage = Stage.STEP
+        return self._finish(program, built.dump, title="forward-backward")
+
+    def evaluation(self, batch: BoundBatch) -> tuple[Captured, Executable]:
+        """The forward alone, without any update."""
+        captured, dump = self.capture(batch, title="eval")
+        program = captured.program.copy()
+        kept = [
+            (value, output)
+            for value, output in zip(program.output_values(), program.signature.outputs, strict=True)
+            if output.kind not in UPDATE_KINDS
+        ]
+        program.set_outputs([value for value, _ in kept], [output for _, output in kept])
+        program.stage = Stage.STEP
+        return captured, self._finish(program, dump, title="eval")
+
+    def inference(self, batch: BoundBatch) -> tuple[Captured, Executable]:
+        """The forward alone, with the buffer updates it makes in this mode."""
+        captured, dump = self.capture(batch, title="forward")
+        program = captured.program.copy()
+        program.stage = Stage.STEP
+        return captured, self._finish(program, dump, title="forward")
+
+    def _finish(self, program: Program, dump: Dump | None, *, title: str) -> Executable:
+        if dump is not None:
+            dump.mark(title, program)
+        executable = build_executable(self.run_passes(program, Stage.STEP, dump), title=title)
+        if dump is not None:
+            dump.finish(executable.source, build_report(executable, backend_reason=self.options.backend_reason))
+        return executable
+
+
+def _float_outputs(program: Program) -> list[str]:
+    names = [
+        output.name
+        for _, output in program.signature.outputs_of(OutputKind.USER)
+        if isinstance(output.spec, TensorSpec) and output.spec.dtype.is_floating_point
+    ]
+    if not names:
+        raise OutputError("no requested output is a float tensor, so there is nothing to differentiate")
+    return names
+
+
+def training_program(
+    model: torch.nn.Module,
+    batch: Any,
+    *,
+    outputs: Sequence[str] | None = None,
+    loss: Any = None,
+    optimizer: Optimizer | None = None,
+) -> Program:
+    """The joint Program of ``model`` on ``batch`` before any joint pass; forward passes have run."""
+    bound = bind_batch(model, batch, allow_extra=callable(loss))
+    request = OutputRequest(None if outputs is None else tuple(outputs), loss, require_loss=optimizer is not None)
+    captured = capture_program(model, bound, request)
+    program = default_pipeline(Stage.FORWARD).run(captured.program)
+    roots = [captured.loss_name] if captured.loss_name is not None else _float_outputs(program)
+    wrt = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    return differentiate(program, roots=roots, wrt=wrt)
+
+
+def bind_batch(model: torch.nn.Module, batch: Any, *, allow_extra: bool = False) -> BoundBatch:
+    """A dict as keywords, a tuple or list as positions, one tensor as the only argument."""
+    binder = BatchBinder(model, allow_extra=allow_extra)
+    if isinstance(batch, torch.Tensor):
+        return binder.bind((batch,), {})
+    if isinstance(batch, Mapping):
+        return binder.bind((), dict(batch))
+    return binder.bind(tuple(batch), {})
+
+
+def batch_inputs(program: Program) -> tuple[str, ...]:
+    """Names of the batch inputs of a Program."""
+    return tuple(entry.name for _, entry in program.signature.inputs_of(InputKind.BATCH))

@@ -1,0 +1,242 @@
+"""The whole step: clipping and the optimizer's rule appended to a joint Program, as operators over explicit state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from graphopt.capture.trace import fake_like, new_fake_mode
+from graphopt.ir.program import Origin, Program, Stage, scalar_input
+from graphopt.ir.spec import Input, InputKind, Output, OutputKind, Signature, TensorSpec
+from graphopt.optim.base import Optimizer, ParameterUpdate
+
+aten = torch.ops.aten
+
+GRAD_NORM = "grad_norm"
+CLIP_SCALAR = "clip_grad_norm"
+WINDOW = "window"
+WINDOW_WEIGHT = "window_weight"
+WINDOW_LOSS = "window_loss"
+# torch.nn.utils.clip_grad_norm_ adds this to the norm before it divides.
+_CLIP_EPSILON = 1e-6
+
+
+@dataclass(frozen=True)
+class UpdateBucket:
+    """Parameters that share a group and a step count, and so their numbers: ``lr.0``, ``step.0``, ..."""
+
+    name: str
+    parameters: tuple[str, ...]
+    structure: Any
+    numbers: tuple[str, ...]
+    state_names: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class UpdateRequest:
+    """What to append: the optimizer, its buckets, whether to clip."""
+
+    optimizer: Optimizer
+    buckets: tuple[UpdateBucket, ...]
+    clip: bool
+
+
+def append_update(joint: Program, request: UpdateRequest) -> Program:
+    """The step Program: gradients of ``joint`` go into the update and are no outputs any more."""
+    program = joint.copy()
+    program.stage = Stage.STEP
+    gradients = {
+        output.name: program.output_values()[position] for position, output in joint.signature.outputs_of(OutputKind.GRAD)
+    }
+    kept = [
+        (value, output)
+        for value, output in zip(program.output_values(), program.signature.outputs, strict=True)
+        if output.kind is not OutputKind.GRAD
+    ]
+    program.set_outputs([value for value, _ in kept], [output for _, output in kept])
+    _Appender(program).update(gradients, request)
+    program.finish()
+    return program
+
+
+def window_update_program(parameters: Mapping[str, TensorSpec], request: UpdateRequest, *, divide: bool) -> Program:
+    """The step Program that ends an accumulation window: window gradients, over their weight, into the update."""
+    program = _empty_program()
+    appender = _Appender(program)
+    for name, spec in parameters.items():
+        appender.add_tensor(name, InputKind.PARAM, spec)
+    weight = appender.add_tensor(WINDOW_WEIGHT, InputKind.STATE, window_scalar_spec(next(iter(parameters.values()))))
+    gradients = {
+        name: appender.add_tensor(f"{WINDOW}.{name}", InputKind.STATE, window_spec(spec))
+        for name, spec in parameters.items()
+    }
+    appender.update(gradients, request, weight=weight if divide else None)
+    program.finish()
+    return program
+
+
+def append_window(joint: Program, *, loss: str, weight: fx.Node | float | None) -> Program:
+    """The micro-step Program: gradients are added to the window in at least float32, and die.
+
+    ``weight``: a node of ``joint`` or a number that the micro-batch counts with (None: a sum, no weight at all).
+    """
+    program = joint.copy()
+    program.stage = Stage.STEP
+    if isinstance(weight, fx.Node):
+        weight = next(node for node in program.graph.nodes if node.name == weight.name)
+    appender = _Appender(program)
+    appender.window(loss, weight)
+    program.finish()
+    return program
+
+
+def window_spec(spec: TensorSpec) -> TensorSpec:
+    """The spec of a gradient window: the parameter's, in at least float32."""
+    dtype = torch.promote_types(spec.dtype, torch.float32)
+    return TensorSpec(spec.shape, dtype, spec.stride, spec.device)
+
+
+def window_scalar_spec(spec: TensorSpec) -> TensorSpec:
+    """The spec of the window's weight and loss: one float64 on the parameters' device (exact counts to 2^53)."""
+    return TensorSpec((), torch.float64, (), spec.device)
+
+
+class _Appender:
+    """Appends inputs, operators and outputs at the end of a Program."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.origin = Origin()
+        self.anchor: fx.Node | None = None  # where operators go; None: at the end
+
+    def emit(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
+        node = self.program.insert_before(self.anchor or self.program.output_node(), target, *args, **kwargs)
+        self.program.origins[node.name] = self.origin
+        return node
+
+    def add_tensor(self, name: str, kind: InputKind, spec: TensorSpec) -> fx.Node:
+        identifier = f"{ {InputKind.PARAM: 'p', InputKind.STATE: 's'}[kind]}_{name.replace('.', '_')}"
+        fake = fake_like(self.program.fake_mode, spec)
+        return self.program.add_input(Input(name, kind, spec), fake, name=identifier)
+
+    def add_number(self, name: str) -> fx.Node:
+        identifier = name.replace(".", "_")
+        # 0.5 keeps every rule finite while values are inferred: no division by zero, no negative root.
+        return self.program.add_input(scalar_input(name, InputKind.SCALAR), 0.5, name=identifier)
+
+    def add_output(self, value: fx.Node, kind: OutputKind, name: str) -> None:
+        program = self.program
+        output = Output(name, kind, program.spec(value))
+        program.set_outputs([*program.output_values(), value], [*program.signature.outputs, output])
+
+    def update(
+        self, gradients: Mapping[str, fx.Node], request: UpdateRequest, *, weight: fx.Node | None = None
+    ) -> None:
+        """Append clipping and the rule; ``weight``: what the gradients are first divided by (a window's)."""
+        factor = self._clip_factor(gradients, weight) if request.clip else None
+        for bucket in request.buckets:
+            numbers = {name: self.add_number(f"{name}.{bucket.name}") for name in bucket.numbers}
+            for name in bucket.parameters:
+                self.origin = Origin(name, type(request.optimizer).__name__)
+                # Scaled one by one, where it is used: never all gradients twice.
+                gradient = self._scaled(gradients[name], factor, weight)
+                self._update_parameter(name, gradient, numbers, bucket, request.optimizer)
+
+    def _scaled(self, gradient: fx.Node, factor: fx.Node | None, weight: fx.Node | None) -> fx.Node:
+        if factor is not None:
+            return self.emit(aten.mul.Tensor, gradient, factor)
+        return gradient if weight is None else self.emit(aten.div.Tensor, gradient, weight)
+
+    def _update_parameter(
+        self, name: str, gradient: fx.Node, numbers: Mapping[str, fx.Node], bucket: UpdateBucket, optimizer: Optimizer
+    ) -> None:
+        parameter = self.program.input_named(name)
+        spec = self.program.spec(parameter)
+        if self.program.spec(gradient).dtype != spec.dtype:
+            gradient = self.emit(aten._to_copy.default, gradient, dtype=spec.dtype)
+        state = {
+            state_name: self.add_tensor(f"{state_name}.{name}", InputKind.STATE, spec) for state_name in bucket.state_names
+        }
+        result = optimizer.rule(self.emit, ParameterUpdate(parameter, gradient, state, numbers), bucket.structure)
+        self.add_output(result.parameter, OutputKind.PARAM_UPDATE, name)
+        for state_name, value in result.state.items():
+            self.add_output(value, OutputKind.STATE_UPDATE, f"{state_name}.{name}")
+
+    def _clip_factor(self, gradients: Mapping[str, fx.Node], weight: fx.Node | None) -> fx.Node:
+        """What clipping multiplies every gradient with, operator for operator as ``torch.nn.utils.clip_grad_norm_``.
+
+        With a window's ``weight`` the norm is that of the mean, and the factor divides by the weight as well.
+        """
+        self.origin = Origin("", "clip_grad_norm")
+        limit = self.add_number(CLIP_SCALAR)
+        norms = [self.emit(aten.linalg_vector_norm.default, gradient, 2.0) for gradient in gradients.values()]
+        total = self.emit(aten.linalg_vector_norm.default, self.emit(aten.stack.default, norms), 2.0)
+        if weight is not None:
+            total = self.emit(aten.div.Tensor, total, weight)
+        self.add_output(total, OutputKind.USER, GRAD_NORM)
+        inverse = self.emit(aten.reciprocal.default, self.emit(aten.add.Tensor, total, _CLIP_EPSILON))
+        factor = self.emit(aten.clamp.default, self.emit(aten.mul.Tensor, inverse, limit), None, 1.0)
+        return factor if weight is None else self.emit(aten.div.Tensor, factor, weight)
+
+    def window(self, loss: str, weight: fx.Node | float | None) -> None:
+        self.origin = Origin("", "accumulate")
+        program = self.program
+        values = dict(zip(program.signature.outputs, program.output_values(), strict=True))
+        gradients = {output.name: value for output, value in values.items() if output.kind is OutputKind.GRAD}
+        kept = [(value, output) for output, value in values.items() if output.kind is not OutputKind.GRAD]
+        program.set_outputs([value for value, _ in kept], [output for _, output in kept])
+        if isinstance(weight, fx.Node):
+            self._weigh_tangent(loss, weight)
+        self._add_loss(program.output_named(loss), 1.0 if weight is None else weight)
+        for name, gradient in gradients.items():
+            self.origin = Origin(name, "accumulate")
+            spec = window_spec(program.spec(program.input_named(name)))
+            window = self.add_tensor(f"{WINDOW}.{name}", InputKind.STATE, spec)
+            # Right behind the gradient, which then dies: the window is the only full set of gradients.
+            self.anchor = gradient.next
+            if program.spec(gradient).dtype != spec.dtype:
+                gradient = self.emit(aten._to_copy.default, gradient, dtype=spec.dtype)
+            self.add_output(self.emit(aten.add.Tensor, window, gradient), OutputKind.STATE_UPDATE, f"{WINDOW}.{name}")
+        self.anchor = None
+
+    def _weigh_tangent(self, loss: str, weight: fx.Node) -> None:
+        """Let the backward start from the micro-batch's weight, so that what is accumulated is weight x gradient."""
+        program = self.program
+        tangent = program.input_named(f"tangent.{loss}")
+        spec = program.spec(tangent)
+        anchor = min(tangent.users, key=list(program.graph.nodes).index)
+        factor = weight
+        if program.spec(weight).dtype != spec.dtype:
+            factor = program.insert_before(anchor, aten._to_copy.default, weight, dtype=spec.dtype)
+        weighed = program.insert_before(anchor, aten.mul.Tensor, tangent, factor)
+        tangent.replace_all_uses_with(weighed, delete_user_cb=lambda user: user is not weighed)
+
+    def _add_loss(self, loss: fx.Node, weight: fx.Node | float) -> None:
+        """Add weight and weight x loss to the window; a micro-batch of weight 0 adds exactly 0, whatever its loss."""
+        spec = window_scalar_spec(self.program.spec(loss))
+        total_weight = self.add_tensor(WINDOW_WEIGHT, InputKind.STATE, spec)
+        total_loss = self.add_tensor(WINDOW_LOSS, InputKind.STATE, spec)
+        scalar = self.emit(aten.reshape.default, loss, []) if self.program.spec(loss).shape else loss
+        weighted = self.emit(aten.mul.Tensor, self.emit(aten._to_copy.default, scalar, dtype=spec.dtype), weight)
+        if isinstance(weight, fx.Node):
+            empty = self.emit(aten.eq.Scalar, weight, 0)
+            weighted = self.emit(aten.masked_fill.Scalar, weighted, empty, 0.0)
+        self.add_output(self.emit(aten.add.Tensor, total_weight, weight), OutputKind.STATE_UPDATE, WINDOW_WEIGHT)
+        self.add_output(self.emit(aten.add.Tensor, total_loss, weighted), OutputKind.STATE_UPDATE, WINDOW_LOSS)
+
+
+def _empty_program() -> Program:
+    graph = fx.Graph()
+    graph.output(())
+    program = Program(fx.GraphModule(torch.nn.Module(), graph), Signature((), ()), stage=Stage.STEP)
+    program.default_fake_mode = new_fake_mode()
+    return program
+
+
+def number_names(buckets: Sequence[UpdateBucket]) -> tuple[str, ...]:
+    """The names of all numbers that ``buckets`` bring into a graph."""
+    return tuple(f"{name}.{bucket.name}" for bucket in buckets for name in bucket.numbers)

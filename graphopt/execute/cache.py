@@ -1,0 +1,80 @@
+"""Compiled graphs by batch signature, bounded."""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from typing import Generic, TypeVar
+
+import torch
+
+from graphopt.capture.batch import BoundBatch
+
+log = logging.getLogger(__name__)
+
+Built = TypeVar("Built")
+
+
+class SignatureCache(Generic[Built]):
+    """The most recently used ``limit`` graphs. Past the limit the oldest goes, with one warning that says what varied."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.built: OrderedDict[Hashable, Built] = OrderedDict()
+        self.compiled = 0
+        self.warned = False
+
+    def get(self, key: Hashable, build: Callable[[], Built], *, describe: str) -> Built:
+        """The graph for ``key``, built when it is not there."""
+        if key in self.built:
+            self.built.move_to_end(key)
+            return self.built[key]
+        found = build()
+        self.compiled += 1
+        self.built[key] = found
+        if len(self.built) > self.limit:
+            self.built.popitem(last=False)
+            self._warn(describe)
+        return found
+
+    def _warn(self, describe: str) -> None:
+        if self.warned:
+            return
+        self.warned = True
+        log.warning(
+            "more than %d batch signatures were compiled (the last: %s); every new shape, dtype, mode or frozen set "
+            "compiles again and the oldest graph is dropped. Pad batches to a few fixed lengths (bucketing), drop the "
+            "last incomplete batch, or raise max_signatures",
+            self.limit,
+            describe,
+        )
+
+
+def batch_key(bound: BoundBatch) -> Hashable:
+    """What a graph depends on in a batch: structure, fixed values, and shape, stride, dtype, device of every tensor."""
+    tensors = tuple((tensor.shape, tensor.stride(), tensor.dtype, tensor.device) for tensor in bound.tensors)
+    return (bound.names, tensors, tuple(map(_fixed, bound.leaves)), str(bound.structure))
+
+
+def describe_batch(bound: BoundBatch) -> str:
+    """The batch's tensors as ``name [shape]``."""
+    return ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in zip(bound.names, bound.tensors, strict=True))
+
+
+def ambient_key() -> Hashable:
+    """Global modes that change what a model computes."""
+    return (
+        torch.is_autocast_enabled("cpu"),
+        torch.is_autocast_enabled("cuda"),
+        torch.get_autocast_dtype("cpu"),
+        torch.get_default_dtype(),
+    )
+
+
+def _fixed(leaf: object) -> Hashable:
+    try:
+        hash(leaf)
+    except TypeError:
+        return (type(leaf).__name__, repr(leaf))
+    return (type(leaf).__name__, leaf)

@@ -1,0 +1,55 @@
+"""A model as a step sees it at one call: live parameters and buffers by name, and what a compiled graph depends on."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class ModelView:
+    """Parameters and buffers by canonical name (a tied tensor once, under its first name).
+
+    ``key`` changes whenever a graph captured before would be wrong: modes of modules, frozen set, shapes, dtypes,
+    devices, tying, replaced modules. ``has_hooks``: whether any module has one.
+    """
+
+    parameters: dict[str, torch.nn.Parameter]
+    buffers: dict[str, torch.Tensor]
+    key: Hashable
+    has_hooks: bool
+    modules: tuple[torch.nn.Module, ...]
+
+
+def view_model(model: torch.nn.Module) -> ModelView:
+    """The ModelView of ``model`` now."""
+    parameters: dict[str, torch.nn.Parameter] = {}
+    buffers: dict[str, torch.Tensor] = {}
+    names: dict[int, str] = {}
+    facts: list[Hashable] = []
+    modules = []
+    has_hooks = False
+    for path, module in model.named_modules():
+        prefix = f"{path}." if path else ""
+        modules.append(module)
+        facts.append((id(module), module.training))
+        has_hooks = has_hooks or bool(
+            module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+        )
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                canonical = names.setdefault(id(parameter), prefix + name)
+                parameters.setdefault(canonical, parameter)
+                facts.append((canonical, parameter.requires_grad, *_facts(parameter)))
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                canonical = names.setdefault(id(buffer), prefix + name)
+                buffers.setdefault(canonical, buffer)
+                facts.append((canonical, *_facts(buffer)))
+    return ModelView(parameters, buffers, tuple(facts), has_hooks, tuple(modules))
+
+
+def _facts(tensor: torch.Tensor) -> tuple[Hashable, ...]:
+    return (tensor.shape, tensor.stride(), tensor.dtype, tensor.device)

@@ -1,0 +1,407 @@
+"""TrainStep: checks the batch against a signature, runs forward, backward and update, commits all or nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from graphopt.capture.batch import BatchBinder, BoundBatch
+from graphopt.capture.export import Captured
+from graphopt.capture.hooks import refuse_module_hooks, refuse_parameter_hooks
+from graphopt.capture.loss_weight import LossWeight
+from graphopt.capture.outputs import rebuild
+from graphopt.capture.update import CLIP_SCALAR, GRAD_NORM, WINDOW, WINDOW_LOSS, WINDOW_WEIGHT, UpdateBucket, UpdateRequest
+from graphopt.errors import BatchError, StateError
+from graphopt.execute.cache import SignatureCache, ambient_key, batch_key, describe_batch
+from graphopt.execute.executable import Executable, run_segment
+from graphopt.execute.inputs import collect_inputs, refuse_aliased, user_outputs, write_back
+from graphopt.execute.interrupts import held_interrupts
+from graphopt.execute.model_view import ModelView, view_model
+from graphopt.execute.train_state import TrainState, zeros
+from graphopt.ir.program import Program
+from graphopt.ir.spec import Input, InputKind, OutputKind, TensorSpec
+
+
+class GradientPart(Protocol):
+    """What a builder gives for a batch signature before the update is known."""
+
+    captured: Captured
+    joint: Program
+    weight: LossWeight
+
+    @property
+    def reached(self) -> tuple[str, ...]: ...
+
+
+class StepBuilder(Protocol):
+    """What a TrainStep needs from the compiler."""
+
+    model: torch.nn.Module
+    binder: BatchBinder
+    options: Any
+
+    def gradient(self, batch: BoundBatch, *, wrt: Sequence[str], title: str) -> Any: ...
+    def step(self, built: Any, request: UpdateRequest) -> Executable: ...
+    def micro_step(self, built: Any) -> Executable: ...
+    def window_update(self, parameters: Any, request: UpdateRequest, *, divide: bool) -> Executable: ...
+    def evaluation(self, batch: BoundBatch) -> tuple[Captured, Executable]: ...
+
+
+@dataclass(frozen=True)
+class UpdateInfo:
+    """One update: mean loss of its window, global gradient norm (with clipping), and why it was skipped, if it was."""
+
+    loss: float
+    grad_norm: float | None
+    micro_batches: int
+    weight: float
+    skipped: str | None = None
+
+
+@dataclass(frozen=True)
+class _Compiled:
+    """One batch signature: the gradient part, and what runs for it."""
+
+    part: Any
+    executable: Executable
+    buckets: tuple[UpdateBucket, ...]
+    modules: tuple[torch.nn.Module, ...]
+
+
+class TrainStep:
+    """A compiled training step: ``step(**batch)`` runs forward, backward and, once a window is full, the update.
+
+    Parameters, buffers and state change only when a step succeeds. An interrupt during the writing is held until it is
+    done; a failure inside it raises StateError, and the step refuses to go on until a state is loaded.
+    """
+
+    def __init__(self, builder: StepBuilder) -> None:
+        self.builder = builder
+        self.model = builder.model
+        options = builder.options
+        self.state = TrainState(options.optimizer, view_model(self.model).parameters)
+        self.steps: SignatureCache[_Compiled] = SignatureCache(options.max_signatures)
+        self.parts: SignatureCache[Any] = SignatureCache(options.max_signatures)
+        self.updates: SignatureCache[Executable] = SignatureCache(options.max_signatures)
+        self.evaluations: SignatureCache[tuple[Captured, Executable, Any]] = SignatureCache(options.max_signatures)
+        self.last_update: UpdateInfo | None = None
+        self.last_executable: Executable | None = None
+        self.broken: str | None = None
+
+    # ---- running -------------------------------------------------------------------------------------------------
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The requested outputs by name, as attribute and key; one micro-batch is trained on."""
+        self._refuse_broken()
+        bound, view = self._prepare(args, kwargs)
+        if self.accumulates:
+            return self._micro_step(bound, view)
+        return self._full_step(bound, view)
+
+    def eval(self, *args: Any, **kwargs: Any) -> Any:
+        """The requested outputs of a forward in eval mode; nothing is updated, modes are as before."""
+        bound = self.builder.binder.bind(args, kwargs)
+        with _eval_mode(self.model):
+            view = view_model(self.model)
+            captured, executable, _ = self.evaluations.get(
+                (batch_key(bound), view.key, ambient_key()),
+                lambda: (*self.builder.evaluation(bound), view.modules),
+                describe=describe_batch(bound),
+            )
+            self.last_executable = self.last_executable or executable
+            inputs = collect_inputs(executable.program, view, bound, self._no_state)
+            with torch.no_grad():
+                outputs = executable.run(inputs)
+        return rebuild(captured.structure, user_outputs(executable.program, outputs))
+
+    def flush(self) -> UpdateInfo | None:
+        """Apply an incomplete window, divided by what it holds; None when it is empty."""
+        self._refuse_broken()
+        if not self.state.window.micro_batches:
+            return None
+        self._end_window(view_model(self.model))
+        return self.last_update
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether more than one micro-batch makes an update."""
+        return bool(self.builder.options.accumulate.steps > 1)
+
+    def _prepare(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[BoundBatch, ModelView]:
+        bound = self.builder.binder.bind(args, kwargs)
+        view = view_model(self.model)
+        if view.has_hooks:
+            refuse_module_hooks(self.model)
+        refuse_parameter_hooks(view.parameters)
+        self.state.follow(view.parameters)
+        return bound, view
+
+    def _gradient(self, bound: BoundBatch, view: ModelView) -> Any:
+        wrt = [name for name, parameter in view.parameters.items() if parameter.requires_grad]
+        return self.parts.get(
+            (batch_key(bound), view.key, ambient_key()),
+            lambda: (self.builder.gradient(bound, wrt=wrt, title="step"), view.modules),
+            describe=describe_batch(bound),
+        )[0]
+
+    def _full_step(self, bound: BoundBatch, view: ModelView) -> Any:
+        part = self._gradient(bound, view)
+        buckets = self.state.buckets(part.reached)
+        compiled = self.steps.get(
+            (batch_key(bound), view.key, ambient_key(), buckets),
+            lambda: _Compiled(part, self.builder.step(part, self._request(buckets)), buckets, view.modules),
+            describe=describe_batch(bound),
+        )
+        executable = self.last_executable = compiled.executable
+        program = executable.program
+        refuse_aliased(program, bound)
+        inputs = collect_inputs(program, view, bound, self._state_source(buckets))
+        outputs: list[Any] = [None] * len(program.signature.outputs)
+        with torch.no_grad():
+            carried: list[Any] = []
+            for segment in executable.segments[:-1]:
+                carried = run_segment(segment, inputs, carried, outputs)
+            norm = _grad_norm(program, outputs)
+            if norm is not None and norm - norm != 0:
+                carried.clear()
+                self._skip(f"the gradient norm is {norm}", loss=self._loss(part, program, outputs), norm=norm)
+            else:
+                with self._commit():
+                    run_segment(executable.segments[-1], inputs, carried, outputs)
+                    write_back(executable, inputs, outputs)
+                    self.state.advance(part.reached)
+                self.last_update = _LazyUpdate(self._loss(part, program, outputs), norm)  # type: ignore[assignment]
+        return rebuild(part.captured.structure, user_outputs(program, outputs))
+
+    def _micro_step(self, bound: BoundBatch, view: ModelView) -> Any:
+        part = self._gradient(bound, view)
+        compiled = self.steps.get(
+            (batch_key(bound), view.key, ambient_key()),
+            lambda: _Compiled(part, self.builder.micro_step(part), (), view.modules),
+            describe=describe_batch(bound),
+        )
+        executable = self.last_executable = compiled.executable
+        program, window = executable.program, self.state.window
+        divides = part.weight.weight is not None
+        if window.micro_batches and window.divides != divides:
+            raise StateError(
+                "one window mixes a summed loss with a mean one, whose gradients cannot be added: call step.flush() "
+                "before the loss changes its reduction"
+            )
+        refuse_aliased(program, bound)
+        inputs = collect_inputs(program, view, bound, self._state_source(()), tangent=_tangent(part.weight))
+        outputs: list[Any] = [None] * len(program.signature.outputs)
+        with torch.no_grad():
+            carried: list[Any] = []
+            for segment in executable.segments[:-1]:
+                carried = run_segment(segment, inputs, carried, outputs)
+            with self._commit():
+                run_segment(executable.segments[-1], inputs, carried, outputs)
+                write_back(executable, inputs, outputs)
+                window.divides = divides
+                window.micro_batches += 1
+                window.touched.update(dict.fromkeys(part.reached))
+        result = rebuild(part.captured.structure, user_outputs(program, outputs))
+        if window.micro_batches >= self.builder.options.accumulate.steps:
+            self._end_window(view)
+        return result
+
+    def _end_window(self, view: ModelView) -> None:
+        window = self.state.window
+        assert window.weight is not None and window.loss is not None, "a window with micro-batches has totals"
+        weight = float(window.weight)
+        if weight == 0.0:
+            self._skip("the window holds no item to train on", loss=0.0, norm=None)
+            return
+        names = tuple(name for name in view.parameters if name in window.touched)
+        buckets = self.state.buckets(names)
+        specs = {name: TensorSpec.of(view.parameters[name]) for name in names}
+        executable = self.updates.get(
+            (tuple(specs.items()), buckets, window.divides),
+            lambda: self.builder.window_update(specs, self._request(buckets), divide=window.divides),
+            describe="window update",
+        )
+        program = executable.program
+        inputs = collect_inputs(program, view, None, self._state_source(buckets))
+        outputs: list[Any] = [None] * len(program.signature.outputs)
+        loss = float(window.loss) / (weight if window.divides else 1.0)
+        micro_batches = window.micro_batches
+        with torch.no_grad():
+            carried: list[Any] = []
+            for segment in executable.segments[:-1]:
+                carried = run_segment(segment, inputs, carried, outputs)
+            norm = _grad_norm(program, outputs)
+            if norm is not None and norm - norm != 0:
+                self._skip(f"the gradient norm is {norm}", loss=loss, norm=norm)
+                return
+            with self._commit():
+                run_segment(executable.segments[-1], inputs, carried, outputs)
+                window.clear()
+                self.state.advance(names)
+        self.last_update = UpdateInfo(loss, norm, micro_batches, weight)
+
+    def _skip(self, reason: str, *, loss: Any, norm: float | None) -> None:
+        micro_batches = max(self.state.window.micro_batches, 1)
+        with held_interrupts():
+            self.state.window.clear()
+            self.state.skipped += 1
+        self.last_update = UpdateInfo(float(loss), norm, micro_batches, 0.0, skipped=reason)
+
+    def _loss(self, part: Any, program: Program, outputs: Sequence[Any]) -> Any:
+        for position, output in program.signature.outputs_of(OutputKind.USER):
+            if output.name == part.captured.loss_name:
+                return outputs[position]
+        return float("nan")
+
+    def _request(self, buckets: tuple[UpdateBucket, ...]) -> UpdateRequest:
+        options = self.builder.options
+        return UpdateRequest(options.optimizer, buckets, options.clip_grad_norm is not None)
+
+    def _state_source(self, buckets: tuple[UpdateBucket, ...]) -> Callable[[Input], Any]:
+        """Where STATE and SCALAR inputs come from."""
+        numbers = self.state.numbers(buckets)
+        if self.builder.options.clip_grad_norm is not None:
+            numbers[CLIP_SCALAR] = float(self.builder.options.clip_grad_norm)
+        return lambda entry: numbers[entry.name] if entry.kind is InputKind.SCALAR else self._state_tensor(entry)
+
+    def _state_tensor(self, entry: Input) -> torch.Tensor:
+        assert isinstance(entry.spec, TensorSpec)
+        window = self.state.window
+        if entry.name in (WINDOW_WEIGHT, WINDOW_LOSS):
+            attribute = "weight" if entry.name == WINDOW_WEIGHT else "loss"
+            if getattr(window, attribute) is None:
+                setattr(window, attribute, zeros(entry.spec))
+            return getattr(window, attribute)  # type: ignore[no-any-return]
+        state_name, _, name = entry.name.partition(".")
+        if state_name == WINDOW:
+            return window.tensor(name, entry.spec)
+        return self.state.tensor(state_name, name, entry.spec)
+
+    def _no_state(self, entry: Input) -> Any:
+        raise AssertionError(f"a forward program reads no {entry.kind} {entry.name}")
+
+    @contextmanager
+    def _commit(self) -> Iterator[None]:
+        """Everything inside happens, or the step is marked as broken."""
+        with held_interrupts():
+            try:
+                yield
+            except BaseException as error:
+                self.broken = f"{type(error).__name__}: {error}"
+                raise StateError(
+                    f"a failure inside the update left parameters and state partly written ({self.broken}); load a "
+                    "saved model and step.load_state_dict(...) before going on"
+                ) from error
+
+    def _refuse_broken(self) -> None:
+        if self.broken is not None:
+            raise StateError(
+                f"an earlier update failed half way ({self.broken}), so parameters may mix two steps: load a saved "
+                "model and step.load_state_dict(...) first"
+            )
+
+    # ---- state ---------------------------------------------------------------------------------------------------
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer as schedulers and loggers see it."""
+        return self.state.facade
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything beside the model that a bit-exact resume needs; tensors are the live ones."""
+        return self.state.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore a ``state_dict``; checked whole before anything changes. Random state is restored too."""
+        self.state.follow(view_model(self.model).parameters)
+        self.state.load_state_dict(state)
+        self.broken = None
+
+    # ---- looking inside ------------------------------------------------------------------------------------------
+
+    def report(self, *, measure: bool = False) -> Any:
+        """The report of the step that ran last: passes, memory by class, peak predicted and (``measure``) measured."""
+        from graphopt.report.step_report import step_report
+
+        return step_report(self._ran(), self.builder.options, measure=measure, notes=self._notes())
+
+    def explain(self, name: str) -> str:
+        """What became of a module, parameter or value: where it comes from, when it lives, bytes, refusals."""
+        from graphopt.report.explain import explain
+
+        return explain(self._ran(), name)
+
+    @property
+    def source(self) -> str:
+        """The Python that runs, as text."""
+        return self._ran().source
+
+    @property
+    def program(self) -> Program:
+        """The Program that ran last."""
+        return self._ran().program
+
+    def save(self, path: str | Path, **extra: Any) -> None:
+        """Write model and step into one file; see ``graphopt.save_checkpoint``."""
+        from graphopt.train.saving import save_checkpoint
+
+        save_checkpoint(path, model=self.model, step=self, extra=extra)
+
+    def _ran(self) -> Executable:
+        if self.last_executable is None:
+            raise StateError("nothing has been compiled yet: call step(**batch) once; the first batch is the example")
+        return self.last_executable
+
+    def _notes(self) -> tuple[str, ...]:
+        if not self.accumulates:
+            return ()
+        return tuple(f"accumulation: {part[0].weight.reason}" for part in self.parts.built.values())
+
+
+class _LazyUpdate:
+    """UpdateInfo of a step whose loss is read from the device only when somebody looks."""
+
+    micro_batches = 1
+    weight = 1.0
+    skipped = None
+
+    def __init__(self, loss: Any, grad_norm: float | None) -> None:
+        # A copy: the loss handed to the user must be free to die with the result.
+        self._loss = loss.clone() if isinstance(loss, torch.Tensor) else loss
+        self.grad_norm = grad_norm
+
+    @property
+    def loss(self) -> float:
+        """The loss as a Python number."""
+        return float(self._loss)
+
+
+def _grad_norm(program: Program, outputs: Sequence[Any]) -> float | None:
+    for position, output in program.signature.outputs_of(OutputKind.USER):
+        if output.name == GRAD_NORM and outputs[position] is not None:
+            return float(outputs[position])
+    return None
+
+
+def _tangent(weight: LossWeight) -> float:
+    """What the backward starts from: a weight that is a node is multiplied in by the graph itself."""
+    return weight.weight if isinstance(weight.weight, float) else 1.0
+
+
+@contextmanager
+def _eval_mode(model: torch.nn.Module) -> Iterator[None]:
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        model.eval()
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+__all__ = ["BatchError", "TrainStep", "UpdateInfo"]

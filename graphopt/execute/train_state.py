@@ -1,0 +1,251 @@
+"""The state of training beside the parameters: optimizer state, counters, the accumulation window."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from graphopt.capture.update import UpdateBucket
+from graphopt.errors import StateError
+from graphopt.ir.spec import TensorSpec
+from graphopt.optim.base import Optimizer
+from graphopt.optim.facade import OptimizerFacade
+
+FORMAT_VERSION = 1
+
+
+@dataclass
+class Window:
+    """An open accumulation window: gradient sums by parameter, their weight and loss, micro-batches so far."""
+
+    gradients: dict[str, torch.Tensor] = field(default_factory=dict)
+    touched: dict[str, None] = field(default_factory=dict)
+    weight: torch.Tensor | None = None
+    loss: torch.Tensor | None = None
+    micro_batches: int = 0
+    divides: bool = True
+
+    def tensor(self, name: str, spec: TensorSpec) -> torch.Tensor:
+        """The gradient sum of parameter ``name``, zeros at first."""
+        if name not in self.gradients:
+            self.gradients[name] = zeros(spec)
+        return self.gradients[name]
+
+    def clear(self) -> None:
+        """Start an empty window in the same memory."""
+        for tensor in self.gradients.values():
+            tensor.zero_()
+        for total in (self.weight, self.loss):
+            if total is not None:
+                total.zero_()
+        self.touched.clear()
+        self.micro_batches = 0
+
+
+class TrainState:
+    """Optimizer state in ``facade.state`` (torch's own form), step counts, window, counters."""
+
+    def __init__(self, optimizer: Optimizer, parameters: Mapping[str, torch.nn.Parameter]) -> None:
+        self.optimizer = optimizer
+        self.facade = OptimizerFacade(optimizer, parameters)
+        self.known = dict(parameters)
+        self.window = Window()
+        self.updates = 0
+        self.skipped = 0
+
+    def follow(self, parameters: Mapping[str, torch.nn.Parameter]) -> None:
+        """Take over parameters that were replaced or added since the last call."""
+        for name, parameter in parameters.items():
+            old = self.known.get(name)
+            if old is parameter:
+                continue
+            if old is None:
+                self.facade.add_param_group({"params": [parameter]})
+            else:
+                self.facade.replace_parameter(old, parameter)
+            self.known[name] = parameter
+
+    def buckets(self, names: tuple[str, ...]) -> tuple[UpdateBucket, ...]:
+        """``names`` grouped by parameter group and step count, as the graph needs them."""
+        members: dict[tuple[Any, ...], list[str]] = {}
+        groups = {id(p): i for i, group in enumerate(self.facade.param_groups) for p in group["params"]}
+        for name in names:
+            parameter = self.known[name]
+            group = groups.get(id(parameter))
+            if group is None:
+                raise StateError(f"parameter {name!r} belongs to no group of step.optimizer; add it to one")
+            members.setdefault((group, self._count(parameter)), []).append(name)
+        return tuple(
+            self._bucket(str(position), group, tuple(inside))
+            for position, ((group, _), inside) in enumerate(members.items())
+        )
+
+    def _bucket(self, label: str, group: int, names: tuple[str, ...]) -> UpdateBucket:
+        options = self.facade.param_groups[group]
+        numbers = self.optimizer.numbers(options, step=1.0, first=True)
+        return UpdateBucket(
+            name=label,
+            parameters=names,
+            structure=self.optimizer.structure(options),
+            numbers=tuple(numbers),
+            state_names=self.optimizer.state_names(options),
+        )
+
+    def numbers(self, buckets: tuple[UpdateBucket, ...]) -> dict[str, float]:
+        """The numbers of this update by the names the graph knows: ``lr.0``, ``step.0``, ..."""
+        values = {}
+        for bucket in buckets:
+            parameter = self.known[bucket.parameters[0]]
+            options = self.facade.param_groups[self.facade.group_of(parameter)]
+            count = self._count(parameter)
+            found = self.optimizer.numbers(options, step=count + 1.0, first=count == 0)
+            values.update({f"{name}.{bucket.name}": number for name, number in found.items()})
+        return values
+
+    def tensor(self, state_name: str, name: str, spec: TensorSpec) -> torch.Tensor:
+        """State ``state_name`` of parameter ``name``, zeros at first."""
+        state = self.facade.state[self.known[name]]
+        if state_name not in state:
+            if self.optimizer.counts_steps and "step" not in state:
+                state["step"] = torch.tensor(0.0)
+            state[state_name] = zeros(spec)
+        return state[state_name]  # type: ignore[no-any-return]
+
+    def advance(self, names: tuple[str, ...]) -> None:
+        """Count an update of ``names``."""
+        for name in names:
+            state = self.facade.state[self.known[name]]
+            if self.optimizer.counts_steps:
+                state["step"] += 1
+            elif "momentum_buffer" in state:
+                state["updated"] = True
+        self.updates += 1
+        self.facade._opt_called = True
+
+    def _count(self, parameter: torch.nn.Parameter) -> float:
+        """Updates so far, as far as the rule needs to know."""
+        state = self.facade.state.get(parameter) or {}
+        if self.optimizer.counts_steps:
+            return float(state["step"]) if "step" in state else 0.0
+        return 1.0 if state.get("updated") else 0.0
+
+    # ---- saving --------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything a bit-exact resume needs, by parameter name."""
+        return {
+            "version": FORMAT_VERSION,
+            "optimizer": type(self.optimizer).__name__,
+            "state": {name: dict(self.facade.state[p]) for name, p in self.known.items() if p in self.facade.state},
+            "groups": [self._group_dict(group) for group in self.facade.param_groups],
+            "window": {
+                "gradients": {name: self.window.gradients[name] for name in self.window.touched},
+                "weight": self.window.weight,
+                "loss": self.window.loss,
+                "micro_batches": self.window.micro_batches,
+                "divides": self.window.divides,
+            },
+            "counters": {"updates": self.updates, "skipped": self.skipped},
+            "random": _random_state(),
+        }
+
+    def _group_dict(self, group: Mapping[str, Any]) -> dict[str, Any]:
+        names = {id(parameter): name for name, parameter in self.known.items()}
+        options = {key: value for key, value in group.items() if key != "params"}
+        return {**options, "params": [names[id(parameter)] for parameter in group["params"]]}
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Restore what ``state_dict`` gave. Everything is checked before anything is changed."""
+        self._check(saved)
+        self.facade.state.clear()
+        for name, values in saved["state"].items():
+            parameter = self.known[name]
+            self.facade.state[parameter] = {key: _copied(value, parameter) for key, value in values.items()}
+        for group, options in zip(self.facade.param_groups, saved["groups"], strict=True):
+            group.update({key: _restored(value) for key, value in options.items() if key != "params"})
+            group["params"] = [self.known[name] for name in options["params"]]
+        self._load_window(saved["window"])
+        self.updates = int(saved["counters"]["updates"])
+        self.skipped = int(saved["counters"]["skipped"])
+        _restore_random_state(saved["random"])
+
+    def _load_window(self, window: Mapping[str, Any]) -> None:
+        self.window = Window()
+        for name, tensor in window["gradients"].items():
+            self.window.gradients[name] = tensor.to(self.known[name].device, copy=True)
+            self.window.touched[name] = None
+        for total in ("weight", "loss"):
+            if window[total] is not None:
+                setattr(self.window, total, window[total].clone())
+        self.window.micro_batches = int(window["micro_batches"])
+        self.window.divides = bool(window["divides"])
+
+    def _check(self, saved: Mapping[str, Any]) -> None:
+        expected = {"version", "optimizer", "state", "groups", "window", "counters", "random"}
+        if not isinstance(saved, Mapping) or set(saved) != expected:
+            raise StateError(f"expected a state dict of a compiled step with {sorted(expected)}, came {_keys(saved)}")
+        if saved["version"] != FORMAT_VERSION:
+            raise StateError(f"the state has format version {saved['version']}, this graphopt reads {FORMAT_VERSION}")
+        if saved["optimizer"] != type(self.optimizer).__name__:
+            raise StateError(
+                f"the state belongs to {saved['optimizer']}, but the step was compiled with "
+                f"{type(self.optimizer).__name__}"
+            )
+        if len(saved["groups"]) != len(self.facade.param_groups):
+            raise StateError(
+                f"the state has {len(saved['groups'])} parameter groups, the step {len(self.facade.param_groups)}"
+            )
+        named = [name for group in saved["groups"] for name in group["params"]]
+        if sorted(named) != sorted(self.known):
+            missing, unknown = sorted(set(self.known) - set(named)), sorted(set(named) - set(self.known))
+            raise StateError(f"parameters do not match the model: missing {missing}, unknown {unknown}")
+        for name, values in saved["state"].items():
+            self._check_state(name, values)
+
+    def _check_state(self, name: str, values: Mapping[str, Any]) -> None:
+        parameter = self.known.get(name)
+        if parameter is None:
+            raise StateError(f"the state holds {name!r}, which the model does not have")
+        for key, value in values.items():
+            if isinstance(value, torch.Tensor) and value.dim() and value.shape != parameter.shape:
+                raise StateError(
+                    f"state {key} of {name!r} has shape {list(value.shape)}, the parameter {list(parameter.shape)}"
+                )
+
+
+def zeros(spec: TensorSpec) -> torch.Tensor:
+    """A zero tensor of ``spec``."""
+    return torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=spec.device).zero_()
+
+
+def _keys(value: object) -> object:
+    return sorted(map(str, value)) if isinstance(value, Mapping) else type(value).__name__
+
+
+def _copied(value: Any, parameter: torch.Tensor) -> Any:
+    """A tensor as it was, in the parameter's memory layout and on its device; step counts stay where they are."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    if value.dim() == 0 and parameter.dim() != 0:
+        return value.clone()
+    return torch.empty_like(parameter, dtype=value.dtype, requires_grad=False).copy_(value)
+
+
+def _restored(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _random_state() -> dict[str, Any]:
+    state: dict[str, Any] = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state_all()
+    return state
+
+
+def _restore_random_state(state: Mapping[str, Any]) -> None:
+    torch.set_rng_state(state["cpu"].cpu())
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state_all([tensor.cpu() for tensor in state["cuda"]])

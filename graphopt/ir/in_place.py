@@ -1,0 +1,57 @@
+"""The in-place or ``out=`` form of an operator call."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from graphopt.ir import ops
+from graphopt.ir.program import Program
+
+
+def in_place_call(program: Program, node: fx.Node, operand: fx.Node) -> fx.Node | None:
+    """A new call before ``node`` that computes the same into ``operand``'s memory; None if the operator has no such form.
+
+    ``add(a, b)`` into ``a`` becomes ``add_(a, b)``; into ``b`` it becomes ``add.out(a, b, out=b)``.
+    """
+    op = ops.overload(node)
+    if op is None:
+        return None
+    if node.args and node.args[0] is operand:
+        target = _in_place_overload(op)
+        if target is not None:
+            return program.insert_before(node, target, *node.args, origin_of=node, **node.kwargs)
+    found = _out_overload(op)
+    if found is None:
+        return None
+    target, out_name = found
+    return program.insert_before(node, target, *node.args, origin_of=node, **{**node.kwargs, out_name: operand})
+
+
+def _in_place_overload(op: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
+    namespace, name = op._schema.name.split("::")
+    packet = getattr(getattr(torch.ops, namespace), f"{name}_", None)
+    target = getattr(packet, op._overloadname, None) if packet is not None else None
+    if target is None or _argument_types(target._schema) != _argument_types(op._schema):
+        return None
+    return target
+
+
+def _out_overload(op: torch._ops.OpOverload) -> tuple[torch._ops.OpOverload, str] | None:
+    """The overload with the same arguments and one keyword tensor that it writes, and that keyword's name."""
+    packet = op.overloadpacket
+    for overload_name in packet.overloads():
+        candidate = getattr(packet, overload_name)
+        written = [argument for argument in candidate._schema.arguments if argument.alias_info is not None]
+        if len(written) != 1 or not written[0].kwarg_only or not written[0].alias_info.is_write:
+            continue
+        plain = [kind for name, kind in _argument_types(candidate._schema) if name != written[0].name]
+        if plain == [kind for _, kind in _argument_types(op._schema)]:
+            return candidate, written[0].name
+    return None
+
+
+def _argument_types(schema: Any) -> list[tuple[str, str]]:
+    return [(argument.name, str(argument.type)) for argument in schema.arguments]

@@ -1,0 +1,105 @@
+"""What an optimizer is to the compiler: options by group, named state, and a rule written in ATen operators."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar, Protocol
+
+from torch import fx
+
+from graphopt.errors import UnsupportedError
+
+Number = Any
+"""A Python number while options are read, a graph node of one while the rule is written."""
+
+
+class Emit(Protocol):
+    """Appends an operator to the graph and returns its node."""
+
+    def __call__(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node: ...
+
+
+@dataclass(frozen=True)
+class ParameterUpdate:
+    """What a rule gets for one parameter: its node, its gradient, its state by name, and the group's numbers."""
+
+    parameter: fx.Node
+    gradient: fx.Node
+    state: Mapping[str, fx.Node]
+    numbers: Mapping[str, Number]
+
+
+@dataclass(frozen=True)
+class UpdateResult:
+    """The new parameter and the new state by name."""
+
+    parameter: fx.Node
+    state: Mapping[str, fx.Node]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Optimizer(ABC):
+    """Base of all optimizers. ``groups``: dicts with ``params`` (name patterns, parameters or a predicate) and options.
+
+    Options have the names of ``torch.optim`` and live in ``step.optimizer.param_groups``, where they can be changed at
+    any time: they enter the graph as numbers.
+    """
+
+    lr: float
+    groups: tuple[Mapping[str, Any], ...] = ()
+    maximize: bool = False
+
+    counts_steps: ClassVar[bool] = True
+    """Whether ``step`` is part of the state, as in torch's Adam."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "groups", tuple(self.groups))
+        if self.maximize:
+            raise UnsupportedError("maximize=True is not supported: negate the loss instead")
+        self.check_options(self.options())
+        for group in self.groups:
+            self._check_group(group)
+
+    def options(self) -> dict[str, Any]:
+        """The options of a group by their names in ``torch.optim``."""
+        return {field.name: getattr(self, field.name) for field in fields(self) if field.name not in _NOT_OPTIONS}
+
+    def _check_group(self, group: Mapping[str, Any]) -> None:
+        options = self.options()
+        unknown = sorted(set(group) - set(options) - {"params", "name"})
+        if "params" not in group or unknown:
+            raise UnsupportedError(
+                f"a group needs 'params' and options out of {sorted(options)}; came {sorted(group)}"
+            )
+        self.check_options({**options, **{key: value for key, value in group.items() if key in options}})
+
+    @abstractmethod
+    def check_options(self, options: Mapping[str, Any]) -> None:
+        """Raise ValueError for an option out of range."""
+
+    @abstractmethod
+    def state_names(self, options: Mapping[str, Any]) -> tuple[str, ...]:
+        """Names of the state tensors of a parameter under ``options``; each has the parameter's shape and dtype."""
+
+    @abstractmethod
+    def structure(self, options: Mapping[str, Any]) -> Hashable:
+        """What decides which operators the rule consists of; when it changes, the update is built anew."""
+
+    @abstractmethod
+    def numbers(self, options: Mapping[str, Any], *, step: float, first: bool) -> dict[str, float]:
+        """The numbers of a group that enter the graph, ``step`` counting from 1."""
+
+    @abstractmethod
+    def rule(self, emit: Emit, update: ParameterUpdate, structure: Any) -> UpdateResult:
+        """Write the update of one parameter, operator for operator as ``torch.optim`` computes it."""
+
+
+_NOT_OPTIONS = frozenset({"groups", "maximize", "amsgrad"})
+
+
+def check_range(name: str, value: float, low: float, high: float = float("inf")) -> None:
+    """Raise ValueError unless ``low <= value < high``."""
+    if not low <= float(value) < high:
+        raise ValueError(f"{name} must be in [{low}, {high}), came {value}")

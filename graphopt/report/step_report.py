@@ -1,0 +1,40 @@
+"""The report of a compiled step, with the measured peak on request."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from graphopt.execute.executable import Executable
+from graphopt.execute.measure import MemoryTrace, measure_memory
+from graphopt.ir.numeric import random_inputs
+from graphopt.report.build import build_report
+from graphopt.report.data import Report
+
+
+def step_report(executable: Executable, options: Any, *, measure: bool, notes: Sequence[str] = ()) -> Report:
+    """The Report of ``executable``; ``measure``: run it once on random numbers of the same shapes, beside the real state.
+
+    Measuring allocates a second set of inputs (parameters, state, batch); the real ones are not touched.
+    """
+    return build_report(
+        executable,
+        measured=measure_executable(executable) if measure else None,
+        backend="aten",
+        backend_reason=options.backend_reason,
+        notes=tuple(notes),
+    )
+
+
+def measure_executable(executable: Executable) -> MemoryTrace:
+    """The memory of one run on random inputs, as the allocator saw it."""
+    inputs = random_inputs(executable.program)
+    device = next((value.device for value in inputs if isinstance(value, torch.Tensor)), None)
+
+    def run() -> Any:
+        with torch.no_grad(), torch.random.fork_rng():
+            return executable.run(inputs)
+
+    return measure_memory(run, device=device)
