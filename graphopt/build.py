@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from graphopt.capture.batch import BatchBinder, BoundBatch
-from graphopt.capture.differentiate import differentiate
+from graphopt.capture.differentiate import differentiable_outputs, differentiate
 from graphopt.capture.export import Captured, OutputRequest, capture_program
 from graphopt.capture.loss_weight import LossWeight, find_loss_weight
 from graphopt.capture.update import UpdateRequest, append_update, append_window, window_update_program
@@ -79,7 +79,7 @@ class Builder:
     def gradient(self, batch: BoundBatch, *, wrt: Sequence[str], title: str) -> BuiltGradient:
         """The joint Program after its passes; the loss is differentiated, or every output when there is no loss."""
         captured, dump = self.capture(batch, title=title)
-        roots = [captured.loss_name] if captured.loss_name is not None else _float_outputs(captured.program)
+        roots = _roots(captured.program, captured.loss_name, wrt)
         joint = differentiate(captured.program, roots=roots, wrt=wrt)
         if dump is not None:
             dump.mark("joint", joint)
@@ -150,15 +150,15 @@ class Builder:
         return executable
 
 
-def _float_outputs(program: Program) -> list[str]:
-    names = [
-        output.name
-        for _, output in program.signature.outputs_of(OutputKind.USER)
-        if isinstance(output.spec, TensorSpec) and output.spec.dtype.is_floating_point
-    ]
-    if not names:
-        raise OutputError("no requested output is a float tensor, so there is nothing to differentiate")
-    return names
+def _roots(program: Program, loss: str | None, wrt: Sequence[str]) -> Sequence[str]:
+    """The loss, or without one every output that has a gradient."""
+    if loss is not None:
+        return (loss,)
+    found = differentiable_outputs(program, wrt=wrt)
+    if not found:
+        there = [output.name for _, output in program.signature.outputs_of(OutputKind.USER)]
+        raise OutputError(f"none of the outputs {there} has a gradient with respect to a trainable parameter")
+    return found
 
 
 def training_program(
@@ -174,9 +174,8 @@ def training_program(
     request = OutputRequest(None if outputs is None else tuple(outputs), loss, require_loss=optimizer is not None)
     captured = capture_program(model, bound, request)
     program = default_pipeline(Stage.FORWARD).run(captured.program)
-    roots = [captured.loss_name] if captured.loss_name is not None else _float_outputs(program)
     wrt = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-    return differentiate(program, roots=roots, wrt=wrt)
+    return differentiate(program, roots=_roots(program, captured.loss_name, wrt), wrt=wrt)
 
 
 def bind_batch(model: torch.nn.Module, batch: Any, *, allow_extra: bool = False) -> BoundBatch:

@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from graphopt.capture.origins import write_origins
-from graphopt.capture.trace import fake_like, new_fake_mode, program_from_trace, trace_functional
+from graphopt.capture.trace import fake_like, program_from_trace, trace_functional
 from graphopt.errors import OutputError
 from graphopt.ir.program import Program, Stage
 from graphopt.ir.spec import Input, InputKind, Output, OutputKind, TensorSpec
@@ -24,14 +24,8 @@ def differentiate(program: Program, *, roots: Sequence[str], wrt: Sequence[str])
     """
     for root in roots:
         _check_reach(program, root, wrt)
-    mode = new_fake_mode()
     wanted = set(wrt)
-    fakes = [
-        fake_like(mode, entry.spec, requires_grad=entry.name in wanted and _can_require_grad(entry))
-        if isinstance(entry.spec, TensorSpec)
-        else 1.0
-        for entry in program.signature.inputs
-    ]
+    fakes = _fake_inputs(program, wrt)
     root_positions = [_output_position(program, root) for root in roots]
     tangent_specs = [_tangent_spec(program, position) for position in root_positions]
     sources = [i for i, entry in enumerate(program.signature.inputs) if entry.name in wanted and fakes[i].requires_grad]
@@ -50,7 +44,7 @@ def differentiate(program: Program, *, roots: Sequence[str], wrt: Sequence[str])
         return (*_without_grad(values), *(gradient for gradient in gradients if gradient is not None))
 
     write_origins(program)
-    module = trace_functional(joint, [*fakes, *(fake_like(mode, spec) for spec in tangent_specs)])
+    module = trace_functional(joint, [*fakes, *(fake_like(program.fake_mode, spec) for spec in tangent_specs)])
     inputs = [
         *program.signature.inputs,
         *(Input(f"tangent.{root}", InputKind.TANGENT, spec) for root, spec in zip(roots, tangent_specs, strict=True)),
@@ -75,6 +69,27 @@ class _GradientInterpreter(fx.Interpreter):
         if target is torch.ops.aten.view.default:
             target = torch.ops.aten.reshape.default
         return super().call_function(target, args, kwargs)
+
+
+def differentiable_outputs(program: Program, *, wrt: Sequence[str]) -> tuple[str, ...]:
+    """Names of the user outputs of a forward Program that have a gradient with respect to some of ``wrt``."""
+    fakes = _fake_inputs(program, wrt)
+    with torch.enable_grad(), program.fake_mode:
+        values = _GradientInterpreter(program.module).run(*fakes, enable_io_processing=False)
+    return tuple(
+        output.name for position, output in program.signature.outputs_of(OutputKind.USER) if values[position].requires_grad
+    )
+
+
+def _fake_inputs(program: Program, wrt: Sequence[str]) -> list[Any]:
+    wanted = set(wrt)
+    mode = program.fake_mode
+    return [
+        fake_like(mode, entry.spec, requires_grad=entry.name in wanted and _can_require_grad(entry))
+        if isinstance(entry.spec, TensorSpec)
+        else 1.0
+        for entry in program.signature.inputs
+    ]
 
 
 def _without_grad(values: Sequence[Any]) -> list[Any]:

@@ -12,10 +12,12 @@ aten = torch.ops.aten
 
 
 def use_eager_operators(program: Program) -> None:
-    """Let dropout on a CPU be what eager runs there: noise drawn in the input's dtype, scaled, multiplied.
+    """Put back what eager runs, in place of what export made of it.
 
-    Export replaces ``dropout`` by ``native_dropout``, which on a CPU draws a boolean mask and rounds differently.
+    Dropout on a CPU: noise drawn in the input's dtype, scaled, multiplied; ``native_dropout``, which export puts there,
+    draws a boolean mask and rounds differently. ``x[:] = y``: ``copy``, which has no derivative, becomes a clone of y.
     """
+    _replace_copies(program)
     for node in program.ops():
         if not ops.is_call(node, aten.native_dropout.default) or not ops.is_random(node):
             continue
@@ -24,6 +26,22 @@ def use_eager_operators(program: Program) -> None:
         uses_mask = any(user.args[1] != 0 for user in node.users)
         if program.spec(source).device.type == "cpu" and not uses_mask:
             _replace_dropout(program, node, source, float(node.args[1]))  # type: ignore[arg-type]
+
+
+def _replace_copies(program: Program) -> None:
+    for node in program.ops():
+        if not ops.is_call(node, aten.copy.default):
+            continue
+        source = node.args[1]
+        assert isinstance(source, fx.Node)
+        spec = program.spec(node)
+        if program.spec(source).dtype != spec.dtype:
+            source = program.insert_before(node, aten._to_copy.default, source, dtype=spec.dtype)
+        if program.spec(source).shape != spec.shape:
+            source = program.insert_before(node, aten.expand.default, source, list(spec.shape))
+        format_ = torch.contiguous_format if program.value(node).is_contiguous() else torch.preserve_format
+        program.replace(node, program.insert_before(node, aten.clone.default, source, memory_format=format_))
+    program.refresh()
 
 
 def _replace_dropout(program: Program, node: fx.Node, source: fx.Node, probability: float) -> None:

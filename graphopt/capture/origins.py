@@ -12,7 +12,8 @@ from graphopt.ir.program import Origin, Program
 
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>[^\n]+)\n\s*(?P<code>[^\n]*)')
 _GENERATED = ("<eval_with_key>", "<string>")
-_LIBRARY = ("/torch/nn/", "/torch/_", "/torch/fx/", "/torch/utils/", "/graphopt/")
+_COMPILER = ("/graphopt/", "/torch/fx/", "/torch/export/", "/torch/_")
+_LIBRARY = ("/torch/",)
 _CODE_WIDTH = 60
 
 
@@ -43,8 +44,12 @@ def write_origins(program: Program) -> None:
 
 
 def user_frame(stack_trace: str) -> tuple[str, str]:
-    """``(file:line, code)`` of the innermost frame that is the user's own, from a printed stack; empty if none."""
-    frames = [match for match in _FRAME.finditer(stack_trace) if not match["file"].startswith(_GENERATED)]
+    """``(file:line, code)`` of the innermost frame that is the user's own, else of torch's modules; empty if none."""
+    frames = [
+        match
+        for match in _FRAME.finditer(stack_trace)
+        if not match["file"].startswith(_GENERATED) and not any(part in match["file"] for part in _COMPILER)
+    ]
     own = [match for match in frames if not any(part in match["file"] for part in _LIBRARY)]
     chosen = (own or frames)[-1:] or None
     if chosen is None:

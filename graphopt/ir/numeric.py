@@ -44,6 +44,8 @@ def differences(before: Program, after: Program, inputs: Sequence[Any], *, toler
     found = []
     for left, right, output in zip(expected, actual, before.signature.outputs, strict=True):
         difference = _difference(left, right, output.name, output.kind)
+        if difference is None and tolerance == 0.0 and _signs_differ(left, right):
+            difference = Difference(output.name, output.kind, 0.0, float("inf"))
         if difference is not None and not difference.relative <= tolerance:
             found.append(difference)
     return tuple(found)
@@ -71,6 +73,13 @@ def _difference(left: Any, right: Any, name: str, kind: str) -> Difference | Non
     largest = float(wide_left[wide_left.isfinite()].abs().max()) if bool(wide_left.isfinite().any()) else 0.0
     error = float("inf") if error != error else error
     return Difference(name, kind, error, error / largest if largest else float("inf"))
+
+
+def _signs_differ(left: Any, right: Any) -> bool:
+    """Whether equal values differ in the sign of a zero."""
+    if not isinstance(left, torch.Tensor) or not left.is_floating_point():
+        return False
+    return bool((left.signbit() != right.signbit()).logical_and(left == 0).any())
 
 
 def _random_input(kind: InputKind, spec: Any, generator: torch.Generator) -> Any:

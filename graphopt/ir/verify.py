@@ -36,7 +36,7 @@ def check_structure(program: Program) -> None:
 def check_functional(program: Program) -> None:
     """Raise ProgramError if an operator writes into its argument."""
     for node in program.ops():
-        if ops.is_mutating(node):
+        if ops.is_mutating(node) or ops.writes_running_statistics(node):
             raise node_error(program, node, "an in-place operator before the last pass; programs are functional")
 
 

@@ -84,7 +84,8 @@ def _graph_folders(directory: Path) -> dict[str, Path]:
     found = {folder.name: folder for folder in sorted(directory.iterdir()) if folder.is_dir() and _is_dump(folder)}
     if not found:
         raise DataError(
-            f"expected a dump, came {str(directory)!r}, where nothing holds a file {_FIRST_FILE}; write one with 'graphopt dump'"
+            f"expected a dump, came {str(directory)!r}, where nothing holds a file {_FIRST_FILE}; "
+            "write one with 'graphopt dump'"
         )
     return found
 

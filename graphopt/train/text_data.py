@@ -10,7 +10,8 @@ import torch
 
 from graphopt.errors import DataError
 
-HELD_OUT_SHARE = 0.1
+_NUM_BLOCKS = 40
+_HELD_OUT_EVERY = 10
 _MIN_BATCHES = 4
 # Text in a one-byte encoding such as Latin-1 has few bytes that are not UTF-8; compressed or compiled files have many.
 _MAX_UNDECODABLE_SHARE = 0.1
@@ -28,12 +29,12 @@ class WindowShape:
     @property
     def min_text_bytes(self) -> int:
         """The shortest text worth training on: a few batches, and a held-out part that holds a window."""
-        return max(_MIN_BATCHES * self.batch_size * self.length, round(self.length / HELD_OUT_SHARE) + 10)
+        return max(_MIN_BATCHES * self.batch_size * self.length, _HELD_OUT_EVERY * (self.length + _NUM_BLOCKS))
 
 
 @dataclass(frozen=True)
 class TextData:
-    """A text cut in two: u8[N] to train on, and the end of it, never trained on. Batches are i64[B,T]."""
+    """A text cut in two: u8[N] to train on, and a tenth of it that is never trained on. Batches are i64[B,T]."""
 
     train: torch.Tensor
     held_out: torch.Tensor
@@ -61,15 +62,19 @@ def load_text(path: Path | None) -> bytes:
 
 
 def split_text(text: bytes, shape: WindowShape) -> TextData:
-    """The first nine tenths to train on, the rest held out; DataError when the text is too short for ``shape``."""
+    """Every tenth of 40 blocks held out, so that all parts of the text are tested; the rest to train on.
+
+    Raises DataError when the text is too short for ``shape``.
+    """
     if len(text) < shape.min_text_bytes:
         raise DataError(
             f"expected a text of at least {shape.min_text_bytes:,} bytes (a few batches of {shape.batch_size} x "
-            f"{shape.length} bytes, a tenth of it held out); came {len(text):,}: give a longer text"
+            f"{shape.length} bytes, and a tenth held out); came {len(text):,}: give a longer text"
         )
-    ids = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    num_train = len(ids) - round(len(ids) * HELD_OUT_SHARE)
-    return TextData(train=ids[:num_train], held_out=ids[num_train:], shape=shape)
+    blocks = torch.frombuffer(bytearray(text), dtype=torch.uint8).tensor_split(_NUM_BLOCKS)
+    held_out = blocks[_HELD_OUT_EVERY - 1 :: _HELD_OUT_EVERY]
+    train = [block for position, block in enumerate(blocks, start=1) if position % _HELD_OUT_EVERY]
+    return TextData(train=torch.cat(train), held_out=torch.cat(held_out), shape=shape)
 
 
 def _windows(ids: torch.Tensor, starts: torch.Tensor, length: int) -> torch.Tensor:
