@@ -190,7 +190,12 @@ def _names(outputs: str) -> tuple[str, ...]:
 
 
 def _options_text(kind: type[Pass]) -> str:
-    return ", ".join(f"{field.name}: {field.type}{_default_text(field.default)}" for field in fields(kind))
+    return ", ".join(f"{field.name}: {_type_text(field.type)}{_default_text(field.default)}" for field in fields(kind))
+
+
+def _type_text(kind: Any) -> str:
+    # A file without `from __future__ import annotations` has the types themselves.
+    return kind.__name__ if isinstance(kind, type) else str(kind)
 
 
 def _default_text(default: Any) -> str:

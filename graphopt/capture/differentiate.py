@@ -35,13 +35,14 @@ def differentiate(program: Program, *, roots: Sequence[str], wrt: Sequence[str])
         inputs, tangents = flat[: len(fakes)], flat[len(fakes) :]
         with torch.enable_grad():
             values = _GradientInterpreter(program.module).run(*inputs, enable_io_processing=False)
+            results = _without_grad(values)  # here, not behind the gradient: they belong to the forward part
             outputs = [values[position] for position in root_positions]
             _check_differentiable(program, roots, outputs)
             gradients = torch.autograd.grad(
                 outputs, [inputs[i] for i in sources], grad_outputs=list(tangents), allow_unused=True
             )
         reached[:] = [i for i, gradient in zip(sources, gradients, strict=True) if gradient is not None]
-        return (*_without_grad(values), *(gradient for gradient in gradients if gradient is not None))
+        return (*results, *(gradient for gradient in gradients if gradient is not None))
 
     write_origins(program)
     module = trace_functional(joint, [*fakes, *(fake_like(program.fake_mode, spec) for spec in tangent_specs)])

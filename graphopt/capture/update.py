@@ -133,6 +133,11 @@ class _Appender:
         output = Output(name, kind, program.spec(value))
         program.set_outputs([*program.output_values(), value], [*program.signature.outputs, output])
 
+    def _replace_output(self, value: fx.Node, replacement: fx.Node) -> None:
+        program = self.program
+        values = [replacement if item is value else item for item in program.output_values()]
+        program.set_outputs(values, program.signature.outputs)
+
     def update(
         self, gradients: Mapping[str, fx.Node], request: UpdateRequest, *, weight: fx.Node | None = None
     ) -> None:
@@ -216,7 +221,7 @@ class _Appender:
         tangent.replace_all_uses_with(weighed, delete_user_cb=lambda user: user is not weighed)
 
     def _add_loss(self, loss: fx.Node, weight: fx.Node | float) -> None:
-        """Add weight and weight x loss to the window; a micro-batch of weight 0 adds exactly 0, whatever its loss."""
+        """Add weight and weight x loss to the window; a micro-batch of weight 0 has the loss 0, not 0 / 0."""
         spec = window_scalar_spec(self.program.spec(loss))
         total_weight = self.add_tensor(WINDOW_WEIGHT, InputKind.STATE, spec)
         total_loss = self.add_tensor(WINDOW_LOSS, InputKind.STATE, spec)
@@ -225,6 +230,7 @@ class _Appender:
         if isinstance(weight, fx.Node):
             empty = self.emit(aten.eq.Scalar, weight, 0)
             weighted = self.emit(aten.masked_fill.Scalar, weighted, empty, 0.0)
+            self._replace_output(loss, self.emit(aten.masked_fill.Scalar, loss, empty, 0.0))
         self.add_output(self.emit(aten.add.Tensor, total_weight, weight), OutputKind.STATE_UPDATE, WINDOW_WEIGHT)
         self.add_output(self.emit(aten.add.Tensor, total_loss, weighted), OutputKind.STATE_UPDATE, WINDOW_LOSS)
 

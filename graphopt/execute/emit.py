@@ -34,7 +34,7 @@ graphopt = torch.ops.graphopt
 def emit_source(program: Program, plan: MemoryPlan, *, title: str) -> str:
     """Python source with one function a segment; ``constants`` must be in its globals."""
     emitter = _Emitter(program, plan)
-    segments = split_segments(program)
+    segments = split_segments(program, plan)
     functions = [emitter.function(segment, last=segment is segments[-1]) for segment in segments]
     order = ", ".join(segment.name for segment in segments)
     return HEADER.format(title=title) + "\n\n" + "\n\n\n".join(functions) + f"\n\n\nSEGMENTS = ({order},)\n"
@@ -60,7 +60,7 @@ class _Emitter:
     def __init__(self, program: Program, plan: MemoryPlan) -> None:
         self.program = program
         self.plan = plan
-        self.segments = split_segments(program)
+        self.segments = split_segments(program, plan)
         self.position = {node: i for i, node in enumerate(plan.order)}
         self.unpacked = {node for node in plan.order if ops.is_getitem(node) and is_unpacked_at_once(node.args[0])}  # type: ignore[arg-type]
 

@@ -66,7 +66,7 @@ def build_executable(program: Program, *, title: str) -> Executable:
     linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
     namespace: dict[str, Any] = {"constants": {str(node.target): program.constant(node) for node in program.constants()}}
     exec(compile(source, filename, "exec"), namespace)
-    parts: tuple[Segment, ...] = split_segments(program)
+    parts: tuple[Segment, ...] = split_segments(program, plan)
     compiled = tuple(
         CompiledSegment(part.name, function, produced_outputs(program, plan, part, parts))
         for part, function in zip(parts, namespace["SEGMENTS"], strict=True)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch import fx
-
 from graphopt.ir import ops
-from graphopt.ir.liveness import backward_nodes
+from graphopt.ir.liveness import MemoryPlan, backward_nodes, plan_memory
 from graphopt.ir.program import Program
 from graphopt.ir.spec import InputKind
+from graphopt.ir.storage import storage_map
 
 
 @dataclass(frozen=True)
@@ -21,15 +20,17 @@ class Segment:
     end: int
 
 
-def split_segments(program: Program) -> tuple[Segment, ...]:
-    """Forward (up to the first call a tangent reaches), backward, update (from the first call that reads state)."""
-    order = program.ops()
-    update_start = _update_start(program, order)
+def split_segments(program: Program, plan: MemoryPlan | None = None) -> tuple[Segment, ...]:
+    """Forward (up to the first call a tangent reaches), backward, and update (from the first write on).
+
+    Programs without a tangent or without writes have fewer parts, but always at least one.
+    """
+    plan = plan or plan_memory(program)
+    order = plan.order
+    update_start = _first_write(program, plan)
     backward = backward_nodes(program)
-    forward_end = next((i for i, node in enumerate(order[:update_start]) if node in backward), None)
+    forward_end = next((i for i, node in enumerate(order[:update_start]) if node in backward), update_start)
     found = []
-    if forward_end is None:
-        forward_end = update_start
     if forward_end or not update_start:
         found.append(Segment("forward", 0, forward_end))
     if update_start > forward_end:
@@ -39,16 +40,17 @@ def split_segments(program: Program) -> tuple[Segment, ...]:
     return tuple(found)
 
 
-def _update_start(program: Program, order: tuple[fx.Node, ...]) -> int:
-    """The position of the first tensor operator that reads state or a step's number."""
-    reached = {
-        node
+def _first_write(program: Program, plan: MemoryPlan) -> int:
+    """The position of the first call that writes a parameter or state, or after which one is written."""
+    storages = storage_map(program)
+    owned = {
+        number
         for node, entry in zip(program.placeholders(), program.signature.inputs, strict=True)
-        if entry.kind in (InputKind.STATE, InputKind.SCALAR)
+        if entry.kind in (InputKind.PARAM, InputKind.STATE)
+        for number in storages.held[node]
     }
-    for position, node in enumerate(order):
-        if any(argument in reached for argument in node.all_input_nodes):
-            if not ops.is_scalar_op(node):
-                return position
-            reached.add(node)
-    return len(order)
+    for position, node in enumerate(plan.order):
+        written = [number for target in ops.mutated_arguments(node) for number in storages.held[target]]
+        if plan.write_after[position] or not owned.isdisjoint(written):
+            return position
+    return len(plan.order)

@@ -16,9 +16,9 @@ from graphopt.ir.spec import Input, InputKind
 from graphopt.ir.storage import storage_map
 from graphopt.ir.text import call_text, value_text
 from graphopt.ir.units import format_bytes
-from graphopt.report.build import classify_storages, segment_name
+from graphopt.report.build import segment_name
+from graphopt.report.classify import Classifier
 from graphopt.report.gradients import parameter_gradients
-from graphopt.report.lifetimes import storage_lifetimes
 
 _NUM_VALUES = 8
 _NUM_MATCHES = 5
@@ -42,8 +42,9 @@ class _Explainer:
         self.program = executable.program
         self.plan = executable.plan
         self.storages = storage_map(self.program)
-        self.lifetimes = storage_lifetimes(self.plan, self.storages)
-        self.classes = classify_storages(self.program, self.storages, self.lifetimes)
+        self.classifier = Classifier(self.program, self.plan, self.storages)
+        self.lifetimes = self.classifier.lifetimes
+        self.position = {node: position for position, node in enumerate(self.plan.order)}
         self.segments = split_segments(self.program)
         self.nodes = {node.name: node for node in self.program.graph.nodes if node.op != "output"}
         saved = saved_for_backward(self.program)
@@ -103,10 +104,12 @@ class _Explainer:
         origin = str(self.program.origin(node))
         lines = [f"  from: {origin}" if origin else "  from: no source line (added by graphopt)"]
         lines += [f"  made by: {call_text(self.program, node)}", f"  alive: {self._alive(node)}"]
-        kinds = dict.fromkeys(self.classes[number].label for number in self.storages.held[node])
+        made = self.position.get(node, 0)
+        kinds = dict.fromkeys(self.classifier.memory_class(number, made).label for number in self.storages.held[node])
         lines.append(f"  bytes: {self._bytes(node)}{self._sharing(node)}")
         lines.append(f"  class: {_listed(list(kinds))}")
-        saved = not self.saved.isdisjoint(self.storages.held[node])
+        is_forward = segment_name(self.segments, made) == "forward"
+        saved = is_forward and not self.saved.isdisjoint(self.storages.held[node])
         lines.append(f"  saved for backward: {'yes' if saved else 'no'}")
         return [*lines, *self._refusals({node.name})]
 
@@ -138,13 +141,14 @@ class _Explainer:
         return [*lines, *self._refusals({node.name for node in values})]
 
     def _one_a_storage(self, values: list[fx.Node]) -> list[fx.Node]:
-        """The first of ``values`` for each storage that the program allocates, largest first; tuples left out."""
-        first: dict[int, fx.Node] = {}
-        for node in values:
-            numbers = self.storages.held[node]
-            if len(numbers) == 1 and numbers[0] in self.lifetimes:
-                first.setdefault(numbers[0], node)
-        return sorted(first.values(), key=lambda node: -self._storage_bytes(node))
+        """What ``values`` leave in each storage, largest first; where a gradient wrote over it, what was before."""
+        last: dict[int, int] = {}
+        for node in sorted(values, key=lambda node: not self.program.origin(node).is_gradient):
+            for number in self.storages.held[node]:
+                if number in self.lifetimes:
+                    last[number] = self.position[node]
+        contents = dict.fromkeys(self.classifier.content(number, position) for number, position in last.items())
+        return sorted(contents, key=lambda node: -self._storage_bytes(node))
 
     def _summary(self, node: fx.Node) -> str:
         origin = self.program.origin(node)

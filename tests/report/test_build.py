@@ -13,12 +13,14 @@ from graphopt.capture.loss_weight import find_loss_weight
 from graphopt.capture.update import append_window
 from graphopt.execute.executable import Executable, build_executable
 from graphopt.execute.measure import MemoryTrace
+from graphopt.execute.segments import split_segments
 from graphopt.ir.liveness import plan_memory
 from graphopt.ir.program import Stage
 from graphopt.ir.storage import storage_map
 from graphopt.optim import SGD, Adam, AdamW, Optimizer
 from graphopt.pipeline.default import default_pipeline
-from graphopt.report.build import build_report, classify_storages
+from graphopt.report.build import build_report
+from graphopt.report.classify import Classifier
 from graphopt.report.data import MemoryClass
 from graphopt.report.gradients import parameter_gradients
 from graphopt.report.lifetimes import storage_lifetimes
@@ -81,16 +83,32 @@ def test_finds_the_gradient_of_every_parameter(optimizer: Optimizer, in_place: b
     assert all("grad" in str(program.origin(values[-1])) for values in found.values())
 
 
-def test_gradients_are_a_class_at_the_start_of_the_update():
-    executable = step_executable(in_place=False)
-    program, plan = executable.program, executable.plan
-    storages = storage_map(program)
-    lifetimes = storage_lifetimes(plan, storages)
-    classes = classify_storages(program, storages, lifetimes)
+@pytest.mark.parametrize("in_place", [False, True])
+def test_gradients_are_a_class_at_the_start_of_the_update(in_place: bool):
+    executable = step_executable(in_place=in_place)
+    plan, storages = executable.plan, storage_map(executable.program)
+    classifier = Classifier(executable.program, plan, storages)
     norm = next(i for i, node in enumerate(plan.order) if "linalg_vector_norm" in str(node.target))
-    alive = [number for number, lifetime in lifetimes.items() if lifetime.is_alive_at(norm)]
-    gradient_bytes = sum(storages.nbytes[number] for number in alive if classes[number] is MemoryClass.GRADIENTS)
-    assert gradient_bytes == PARAMETER_BYTES
+    gradients = [
+        number for number in classifier.alive_at(norm) if classifier.memory_class(number, norm) is MemoryClass.GRADIENTS
+    ]
+    assert sum(storages.nbytes[number] for number in gradients) == PARAMETER_BYTES
+
+
+def test_memory_that_is_written_in_place_is_known_by_what_lies_in_it():
+    executable = step_executable()
+    plan, storages = executable.plan, storage_map(executable.program)
+    classifier = Classifier(executable.program, plan, storages)
+    position = {node.name: i for i, node in enumerate(plan.order)}
+    number = storages.held[plan.order[position["tanh"]]][0]
+    assert classifier.content(number, position["addmm"]).name == "addmm"
+    assert classifier.content(number, position["tanh"] + 1).name == "tanh"
+    assert classifier.memory_class(number, position["tanh"]) is MemoryClass.ACTIVATIONS
+    overwritten = next(node for node in plan.order if "tanh_backward" in str(node.target))
+    assert (
+        classifier.memory_class(storages.held[overwritten][0], position[overwritten.name])
+        is not MemoryClass.ACTIVATIONS
+    )
 
 
 def test_the_accumulation_window_counts_as_gradients():
@@ -100,10 +118,16 @@ def test_the_accumulation_window_counts_as_gradients():
 
 
 def test_activations_are_what_forward_leaves_for_backward():
-    report = build_report(executable_of("forward-backward"))
-    by_name = {value.memory_class for value in report.largest if value.spec == "f32[8,32]" and "Tanh" in value.origin}
-    assert report.memory.activations >= 4 * 8 * 32
-    assert by_name <= {"activations"}
+    executable = executable_of("forward-backward")
+    plan, storages = executable.plan, storage_map(executable.program)
+    classifier = Classifier(executable.program, plan, storages)
+    start = next(part.start for part in split_segments(executable.program) if part.name == "backward")
+    found = {
+        classifier.content(number, start).name
+        for number in classifier.alive_at(start)
+        if classifier.memory_class(number, start) is MemoryClass.ACTIVATIONS
+    }
+    assert found == {"tanh", "sub", "mean"}  # mean is the loss: it is returned, so it lives to the end
 
 
 def test_the_timeline_has_a_point_for_each_operator_in_three_segments():

@@ -25,7 +25,7 @@ def test_a_value_has_its_line_its_life_and_its_bytes():
     text = explain(executable, tanh.name)
     assert "value tanh: f32[8,32]" in text
     assert "steps.py:" in text and "body.1" in text
-    assert "made by: aten.tanh.default(" in text
+    assert "made by: aten.tanh_.default(addmm)" in text
     assert "alive: from op" in text and "forward) to op" in text and "backward)" in text
     assert "1.00 KiB (1,024 B)" in text
     assert "saved for backward: yes" in text

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 from collections.abc import Callable
 from dataclasses import replace
+from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
@@ -20,10 +21,16 @@ from graphopt.report.html import report_html
 from tests.support.steps import step_executable
 
 CHROMIUM = "/usr/bin/chromium"
-FLAGS = (
-    "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
-    "--disable-component-update --disable-sync"
-).split()
+FLAGS = [
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+]
 # No host name resolves: what a page loads from anywhere fails.
 NO_NETWORK = "--host-resolver-rules=MAP * ~NOTFOUND"
 SECONDS = 120
@@ -81,7 +88,7 @@ def bytes_of(page: str, element: str) -> int:
 
 def test_loads_nothing():
     page = report_html(build_report(step_executable()))
-    assert re.findall(r"(?:src|href|url\(|@import|https?:)", page.replace("http-equiv", "")) == []
+    assert re.findall(r"\b(?:src|href)=|url\(|@import|https?:", page) == []
     assert "default-src 'none'" in page
 
 
@@ -104,6 +111,18 @@ def test_a_long_program_keeps_its_peak_and_few_columns():
     page = report_html(replace(report, timeline=points))
     assert page.count('class="op"') <= 500
     assert 'id="peak" data-bytes="976"' in page
+
+
+def attribute_names(page: str) -> set[str]:
+    """The names of all attributes in a document."""
+    names: set[str] = set()
+
+    class Collector(HTMLParser):
+        def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+            names.update(name for name, _ in attrs)
+
+    Collector().feed(page)
+    return names
 
 
 @needs_chromium
@@ -129,7 +148,7 @@ def test_a_browser_renders_hostile_text_as_text(dom: Dom):
     assert page.count("<script") == 1
     (title,) = re.findall(r"<head>.*?<title>(.*?)</title>", page, re.DOTALL)
     assert title.startswith("&lt;img src=x onerror=")
-    assert re.findall(r"<[a-z][^<>]*\son\w+=", page) == []
+    assert [name for name in attribute_names(page) if name.startswith("on")] == []
 
 
 @needs_chromium

@@ -1,0 +1,70 @@
+"""Where and when a row was measured."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+import torch
+
+from graphopt.version import __version__
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+_CPU_FACTS = Path("/proc/cpuinfo")
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The facts that a figure depends on. ``commit`` is None outside a git checkout; ``dirty``: it had changes."""
+
+    cpu: str
+    num_cores: int
+    num_threads: int
+    torch: str
+    transformers: str
+    python: str
+    os: str
+    graphopt: str
+    commit: str | None
+    dirty: bool
+    date: str
+
+
+def this_machine() -> Machine:
+    """The Machine this process runs on, now."""
+    import transformers
+
+    return Machine(
+        cpu=_cpu_model(),
+        num_cores=os.cpu_count() or 1,
+        num_threads=torch.get_num_threads(),
+        torch=torch.__version__,
+        transformers=transformers.__version__,
+        python=platform.python_version(),
+        os=f"{platform.system()} {platform.release()}",
+        graphopt=__version__,
+        commit=_git("rev-parse", "HEAD"),
+        dirty=bool(_git("status", "--porcelain")),
+        date=datetime.now(UTC).strftime("%Y-%m-%d"),
+    )
+
+
+def _cpu_model() -> str:
+    if _CPU_FACTS.exists():
+        for line in _CPU_FACTS.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _git(*arguments: str) -> str | None:
+    # Without optional locks even ``status`` leaves the index alone.
+    command = ["git", "--no-optional-locks", "-C", str(REPOSITORY), *arguments]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
