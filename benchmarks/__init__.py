@@ -1,1 +1,1 @@
-"""Benchmarks of graphopt: memory before and after every pass, speed and compile time, against eager and torch.compile."""
+"""Benchmarks of graphopt: memory before and after every pass, speed, compile time, against peers."""

@@ -80,7 +80,7 @@ def saved_by_autograd(forward: Callable[[], Any], *, resident: Iterable[torch.Te
 
 
 def interleaved_seconds(steps: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, tuple[float, ...]]:
-    """Seconds of every step in every round. Each round runs all of them, so that noise of the machine hits all alike."""
+    """Seconds of every step by round. Each round runs all of them, so that noise of the machine hits all alike."""
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     for _ in range(rounds):
         for name, step in steps.items():

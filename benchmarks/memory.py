@@ -2,9 +2,9 @@
 
 ``python -m benchmarks.memory --model NAME [--layers N] [--outputs A,B] [--rounds N] [--no-compile-peer]``
 
-Every prefix of the whole pipeline is compiled, run and measured as a training step of its own. Peaks are the allocator's,
-in one steady-state step, above what rests between steps (parameters, buffers, optimizer state, batch); the whole is their
-sum. All contenders train one and the same model, each with an optimizer state of its own.
+Every prefix of the whole pipeline is compiled, run and measured as a training step of its own. Peaks are the
+allocator's, in one steady-state step, above what rests between steps (parameters, buffers, optimizer state, batch); the
+whole is their sum. All contenders train one and the same model, each with an optimizer state of its own.
 """
 
 from __future__ import annotations

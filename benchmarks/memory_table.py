@@ -14,8 +14,9 @@ from benchmarks.rows import MemoryFigures, Row
 # "Predicted is measured": design/DESIGN.md, rule 7.
 LARGEST_ESTIMATE_ERROR = 0.01
 _HEADINGS = (
-    "ops", "changes", "estimated", "measured", "est./meas.", "of eager", "at rest", "saved", "step", "x eager", "compile"
-)  # fmt: skip
+    *("ops", "changes", "estimated", "measured", "est./meas.", "of eager"),
+    *("at rest", "saved", "step", "of eager's", "first step"),
+)
 
 
 def memory_table(rows: Sequence[Row[MemoryFigures]], *, layout: box.Box = box.HEAVY_HEAD) -> Table:
@@ -26,8 +27,9 @@ def memory_table(rows: Sequence[Row[MemoryFigures]], *, layout: box.Box = box.HE
     table = Table("after", "stage", title=title, box=layout)
     for heading in _HEADINGS:
         table.add_column(heading, justify="right")
-    for row in rows:
-        table.add_row(*_cells(row.figures, eager), end_section=row.figures.kind == "peer")
+    last_peer = max((i for i, row in enumerate(rows) if row.figures.kind == "peer"), default=-1)
+    for position, row in enumerate(rows):
+        table.add_row(*_cells(row.figures, eager), end_section=position == last_peer)
     return table
 
 

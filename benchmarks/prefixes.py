@@ -40,7 +40,7 @@ def pass_prefixes() -> tuple[PassPrefix, ...]:
 
 
 def prefix_step(prefix: PassPrefix, model: nn.Module, outputs: Sequence[str]) -> TrainStep:
-    """The training step that ``graphopt.compile`` would give if its pipeline ended there; compiles at the first batch."""
+    """The training step that ``graphopt.compile`` would give if its pipeline ended there."""
     options = CompileOptions(
         outputs=tuple(outputs),
         loss=None,

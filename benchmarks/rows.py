@@ -35,8 +35,8 @@ class MemoryFigures:
     """One row of the memory suite.
 
     ``kind``: "peer" (eager, torch.compile, graphopt: whole training loops) or "pass" (all passes up to this one).
-    Peaks are above ``resting_bytes``. ``eager_seconds`` was measured in the same rounds as ``step_seconds``. Figures that
-    do not exist are None, and ``note`` says why.
+    Peaks are above ``resting_bytes``. ``eager_seconds`` was measured in the same rounds as ``step_seconds``. Figures
+    that do not exist are None, and ``note`` says why.
     """
 
     kind: str
@@ -69,7 +69,7 @@ class SpeedFigures:
 
     eager_seconds: tuple[float, ...]
     graphopt_seconds: tuple[float, ...]
-    compile_seconds: float
+    first_step_seconds: float
 
     @property
     def ratios(self) -> tuple[float, ...]:
@@ -79,7 +79,7 @@ class SpeedFigures:
 
 @dataclass(frozen=True)
 class CompileTimeFigures:
-    """Seconds of each part of compiling a model with ``layers`` layers, when one of 1 layer has been compiled before."""
+    """Seconds of each part of compiling a model with ``layers`` layers, one of 1 layer having been compiled before."""
 
     layers: int
     num_ops: int
@@ -121,7 +121,7 @@ def subject_of(model: BenchmarkModel, module: nn.Module, batch: Batch, *, layers
 
 
 def store_rows(path: Path, rows: Iterable[Row[Figures]]) -> Iterator[Row[Figures]]:
-    """The rows, each handed on once it is written; ``path`` is replaced when all are there, an interrupted run leaves it."""
+    """The rows, each handed on once it is written. ``path`` is replaced when all are there; an interrupted run leaves it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".partial")
     with partial.open("w") as stream:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -145,6 +146,7 @@ class Builder:
         if dump is not None:
             dump.mark(title, program)
         executable = build_executable(self.run_passes(program, Stage.STEP, dump), title=title)
+        gc.collect()  # tracing leaves reference cycles behind, with fake and real tensors in them
         if dump is not None:
             dump.finish(executable.source, build_report(executable, backend_reason=self.options.backend_reason))
         return executable

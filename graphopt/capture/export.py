@@ -70,7 +70,7 @@ def capture_program(model: torch.nn.Module, batch: BoundBatch, request: OutputRe
     """
     refuse_module_hooks(model)
     wrapper = _SelectedOutputs(model, batch, request)
-    exported = _export(wrapper, batch.tensors)
+    exported = _export(wrapper, [_stand_in(tensor) for tensor in batch.tensors])
     selection = wrapper.recorder.selection
     assert selection is not None, "export never ran the model"
     program = forward_program(
@@ -80,6 +80,11 @@ def capture_program(model: torch.nn.Module, batch: BoundBatch, request: OutputRe
     )
     loss_name = request.loss_name if request.loss_name in selection.names else None
     return Captured(program, selection.structure, loss_name)
+
+
+def _stand_in(tensor: torch.Tensor) -> torch.Tensor:
+    """Memory never touched, laid out like ``tensor``: export keeps its example inputs alive in reference cycles."""
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
 
 
 class _Recorder:

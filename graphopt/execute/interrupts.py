@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
+
+
+@functools.cache
+def _numbers() -> tuple[int, ...]:
+    return tuple(int(number) for number in signal.valid_signals())
 
 
 @contextmanager
@@ -21,7 +27,7 @@ def held_interrupts() -> Iterator[None]:
     pending: list[tuple[int, FrameType | None]] = []
     replaced = {}
     try:
-        for number in signal.valid_signals():
+        for number in _numbers():
             handler = signal.getsignal(number)
             if callable(handler):
                 signal.signal(number, lambda received, frame: pending.append((received, frame)))

@@ -31,6 +31,7 @@ class Classifier:
 
     def __init__(self, program: Program, plan: MemoryPlan, storages: StorageMap) -> None:
         self.lifetimes = storage_lifetimes(plan, storages)
+        self._storages = storages
         self.resident = _resident_classes(program, storages)
         self._position = {node: position for position, node in enumerate(plan.order)}
         self._forward_end = next((part.end for part in split_segments(program) if part.name == "forward"), 0)
@@ -43,7 +44,7 @@ class Classifier:
     def content(self, number: int, position: int) -> fx.Node:
         """The value that lies in a storage then: the last one that was computed into it, views left out."""
         holders = self.lifetimes[number].holders
-        computed = [node for node in holders if _is_computed(node)] or list(holders)
+        computed = [node for node in holders if self._is_computed(node)] or list(holders)
         return next((node for node in reversed(computed) if self._position[node] <= position), computed[0])
 
     def memory_class(self, number: int, position: int) -> MemoryClass:
@@ -57,10 +58,13 @@ class Classifier:
         is_gradient = any(node in self._gradients for node in lifetime.holders)
         return MemoryClass.GRADIENTS if is_gradient else MemoryClass.TEMPORARIES
 
-
-def _is_computed(node: fx.Node) -> bool:
-    """Whether a node stands for one tensor with a content of its own."""
-    return not ops.is_view(node) and not isinstance(node.meta["val"], (tuple, list))
+    def _is_computed(self, node: fx.Node) -> bool:
+        """Whether a node is one tensor whose content it made, and no view (whatever its schema says)."""
+        if isinstance(node.meta["val"], (tuple, list)):
+            return False
+        if ops.is_mutating(node) or ops.is_getitem(node):
+            return True
+        return not any(self._storages.shares(node, argument) for argument in node.all_input_nodes)
 
 
 def _resident_classes(program: Program, storages: StorageMap) -> dict[int, MemoryClass]:

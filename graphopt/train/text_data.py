@@ -13,8 +13,8 @@ from graphopt.errors import DataError
 _NUM_BLOCKS = 40
 _HELD_OUT_EVERY = 10
 _MIN_BATCHES = 4
-# Text in a one-byte encoding such as Latin-1 has few bytes that are not UTF-8; compressed or compiled files have many.
-_MAX_UNDECODABLE_SHARE = 0.1
+# Western text in Latin-1: at most about 0.1 (the bytes with accents); random or compressed bytes: 0.4 and more.
+_MAX_UNDECODABLE_SHARE = 0.2
 _REPLACEMENT = "\ufffd"
 _TOPICS_MODULE = "pydoc_data.topics"
 

@@ -18,6 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+import graphopt
 from graphopt.errors import DataError, GraphoptError, UnsupportedError
 from graphopt.train.replace_file import SaveError
 from graphopt.train.saving import load_checkpoint, load_model, save_checkpoint, save_model
@@ -581,3 +582,94 @@ def test_extra_state_of_modules_is_part_of_the_model(tmp_path):
     save_model(tmp_path / "m", saved)
     load_model(tmp_path / "m", fresh)
     assert fresh.seen == 8 and torch.equal(fresh.weight, saved.weight)
+
+
+# -- with compiled steps -----------------------------------------------------------------------------------------------
+
+
+class SmallLM(OnlyTied):
+    """A tied LM with dropout, so that the random state matters, and a batch norm, so that buffers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(8)
+        self.drop = nn.Dropout(0.25)
+
+    def forward(self, ids):
+        hidden = self.drop(self.norm(self.embed(ids).transpose(1, 2)).transpose(1, 2))
+        logits = self.lm_head(hidden)
+        return {"loss": nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())}
+
+
+def compiled_of(model: SmallLM, *, accumulate: int = 1):
+    optimizer = graphopt.optim.AdamW(lr=1e-2, weight_decay=0.01)
+    return graphopt.compile(model, ["loss"], optimizer=optimizer, accumulate=accumulate)
+
+
+def batches(first: int, last: int):
+    return [torch.randint(0, 11, (2, 5), generator=torch.Generator().manual_seed(n)) for n in range(first, last)]
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_training_resumes_bit_by_bit_in_a_fresh_compiled_step(tmp_path, accumulate):
+    model = SmallLM()
+    step = compiled_of(model, accumulate=accumulate)
+    for ids in batches(0, 3):
+        step(ids)
+    save_checkpoint(tmp_path / "c", model=model, step=step, extra={"next": 3})
+    expected = [step(ids).loss for ids in batches(3, 6)]
+
+    fresh = SmallLM()
+    resumed = compiled_of(fresh, accumulate=accumulate)
+    first = load_checkpoint(tmp_path / "c", model=fresh, step=resumed)["next"]
+    losses = [resumed(ids).loss for ids in batches(first, 6)]
+    assert all(map(torch.equal, losses, expected))
+    assert same_tree(snapshot(fresh), snapshot(model))
+    assert fresh.lm_head.weight is fresh.embed.weight
+
+
+def test_a_running_compiled_step_goes_on_from_a_loaded_checkpoint(tmp_path):
+    model = SmallLM()
+    step = compiled_of(model)
+    step(batches(0, 1)[0])
+    save_checkpoint(tmp_path / "c", model=model, step=step)
+    expected = step(batches(1, 2)[0]).loss
+    assert not torch.equal(step(batches(1, 2)[0]).loss, expected)
+    load_checkpoint(tmp_path / "c", model=model, step=step)
+    assert torch.equal(step(batches(1, 2)[0]).loss, expected)
+
+
+def test_a_failed_save_leaves_a_compiled_step_as_it_was(tmp_path, monkeypatch):
+    losses = []
+    for fails in (False, True):
+        torch.manual_seed(0)
+        model = SmallLM()
+        step = compiled_of(model)
+        step(batches(0, 1)[0])
+        if fails:
+            monkeypatch.setattr(safetensors.torch, "save_file", half_writer(OSError(28, "No space left on device")))
+            with pytest.raises(OSError, match="No space left"):
+                save_checkpoint(tmp_path / "c", model=model, step=step)
+        losses.append(step(batches(1, 2)[0]).loss)
+    assert torch.equal(*losses)
+
+
+def test_a_compiled_module_and_the_plain_model_read_each_others_files(tmp_path):
+    plain = SmallLM()
+    compiled = graphopt.compile(SmallLM(), ["loss"])
+    save_model(tmp_path / "plain", plain)
+    load_model(tmp_path / "plain", compiled)
+    save_model(tmp_path / "compiled", compiled)
+    assert same_tree(snapshot(compiled), snapshot(plain))
+    load_model(tmp_path / "compiled", SmallLM())
+    assert (tmp_path / "plain").read_bytes() == (tmp_path / "compiled").read_bytes()
+
+
+def test_a_step_of_another_optimizer_is_refused_before_the_model_changes(tmp_path):
+    save_checkpoint(tmp_path / "c", model=SmallLM(), step=compiled_of(SmallLM()))
+    model = SmallLM()
+    before = snapshot(model)
+    step = graphopt.compile(model, ["loss"], optimizer=graphopt.optim.SGD(lr=0.1))
+    with pytest.raises(GraphoptError, match="AdamW"):
+        load_checkpoint(tmp_path / "c", model=model, step=step)
+    assert same_tree(snapshot(model), before)
