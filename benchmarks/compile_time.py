@@ -2,9 +2,9 @@
 
 ``python -m benchmarks.compile_time --model NAME --layers 12,24,48``
 
-Each number of layers is compiled in a process of its own, behind the same model with 1 layer, which takes the costs that no
-second model has (imports inside torch, measuring what each distinct operator allocates). The model keeps its width,
-vocabulary and batch. Nothing runs but the compiler.
+Each number of layers is compiled in a process of its own, behind the same model with 1 layer, which takes the costs
+that no second model has (imports inside torch, measuring what each distinct operator allocates). The model keeps its
+width, vocabulary and batch. Nothing runs but the compiler.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ def readme_section(suites: Sequence[MemoryRows]) -> str:
     """What stands between the markers: the table of every model against its peers, and where it was measured."""
     if not suites:
         return "Nothing has been measured yet."
-    return "\n\n".join((_EXPLANATION, _markdown(_peer_table(suites)), _provenance(suites)))
+    return "\n\n".join((_EXPLANATION, _markdown(_peer_table(suites)), *_notes(suites), _provenance(suites)))
 
 
 def results_page(folder: Path) -> str:
@@ -120,6 +120,12 @@ def _peer_cells(rows: MemoryRows) -> tuple[str, ...]:
         seconds_cell(own.step_seconds),
         ratio_cell(own.step_seconds, own.eager_seconds),
     )
+
+
+def _notes(suites: Sequence[MemoryRows]) -> list[str]:
+    """Why a cell is empty."""
+    rows = (row for suite in suites for row in suite)
+    return [f"{row.figures.name} on {row.subject.model}: {row.figures.note}." for row in rows if row.figures.note]
 
 
 def _markdown(table: Table) -> str:

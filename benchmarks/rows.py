@@ -121,7 +121,7 @@ def subject_of(model: BenchmarkModel, module: nn.Module, batch: Batch, *, layers
 
 
 def store_rows(path: Path, rows: Iterable[Row[Figures]]) -> Iterator[Row[Figures]]:
-    """The rows, each handed on once it is written. ``path`` is replaced when all are there; an interrupted run leaves it."""
+    """The rows, each handed on once it is written; ``path`` is replaced when all are there, else left as it was."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".partial")
     with partial.open("w") as stream:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -170,4 +169,4 @@ def _writable(folder: str | Path | None) -> Path | None:
     return path
 
 
-__all__ = ["capture", "compile", "optimize", "replace"]
+__all__ = ["capture", "compile", "optimize"]

@@ -1,4 +1,7 @@
-"""The joint Program: autograd traced through a forward Program, gradients as named outputs."""
+"""The joint Program: autograd traced through a forward Program, gradients as named outputs.
+
+Private torch: ``setup_stacktrace_preservation_hooks`` of AOTAutograd's logging (torch 2.11 to 2.14).
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._functorch._aot_autograd.logging_utils import setup_stacktrace_preservation_hooks
 
 from graphopt.capture.origins import write_origins
 from graphopt.capture.trace import fake_like, program_from_trace, trace_functional
@@ -38,6 +42,8 @@ def differentiate(program: Program, *, roots: Sequence[str], wrt: Sequence[str])
             results = _without_grad(values)  # here, not behind the gradient: they belong to the forward part
             outputs = [values[position] for position in root_positions]
             _check_differentiable(program, roots, outputs)
+            # Lets every backward node carry the sequence number of its own forward node.
+            setup_stacktrace_preservation_hooks([output.grad_fn for output in outputs])
             gradients = torch.autograd.grad(
                 outputs, [inputs[i] for i in sources], grad_outputs=list(tangents), allow_unused=True
             )
@@ -78,7 +84,9 @@ def differentiable_outputs(program: Program, *, wrt: Sequence[str]) -> tuple[str
     with torch.enable_grad(), program.fake_mode:
         values = _GradientInterpreter(program.module).run(*fakes, enable_io_processing=False)
     return tuple(
-        output.name for position, output in program.signature.outputs_of(OutputKind.USER) if values[position].requires_grad
+        output.name
+        for position, output in program.signature.outputs_of(OutputKind.USER)
+        if values[position].requires_grad
     )
 
 
@@ -106,7 +114,9 @@ def _output_position(program: Program, name: str) -> int:
     for position, output in program.signature.outputs_of(OutputKind.USER):
         if output.name == name:
             return position
-    raise OutputError(f"no output {name!r}; there are {[o.name for _, o in program.signature.outputs_of(OutputKind.USER)]}")
+    raise OutputError(
+        f"no output {name!r}; there are {[o.name for _, o in program.signature.outputs_of(OutputKind.USER)]}"
+    )
 
 
 def _tangent_spec(program: Program, position: int) -> TensorSpec:

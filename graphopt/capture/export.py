@@ -13,6 +13,7 @@ import torch
 from torch.export.graph_signature import InputKind as ExportInput
 from torch.export.graph_signature import OutputKind as ExportOutput
 
+from graphopt.capture.attribute_names import any_attribute_name
 from graphopt.capture.batch import BoundBatch
 from graphopt.capture.forward_program import ExportedValue, forward_program
 from graphopt.capture.grad_mode import inline_grad_mode_regions
@@ -163,7 +164,7 @@ def _no_loss(request: OutputRequest, result: Any) -> str:
 
 
 def _export(wrapper: _SelectedOutputs, tensors: Sequence[torch.Tensor]) -> torch.export.ExportedProgram:
-    with torch.random.fork_rng(), warnings.catch_warnings(), _quiet_torch_logs():
+    with torch.random.fork_rng(), warnings.catch_warnings(), _quiet_torch_logs(), any_attribute_name():
         warnings.simplefilter("ignore")
         try:
             exported = torch.export.export(wrapper, tuple(tensors), strict=False)

@@ -82,7 +82,9 @@ def _label_weight(program: Program, loss_node: fx.Node) -> LossWeight | None:
     total = next((user for user in loss_node.users if user.args[1] == 1), None)
     if total is None:
         total = program.insert_before(loss_node.next, ops.getitem, loss_node, 1)
-    return LossWeight(total, "the loss is a mean over valid labels: each micro-batch counts with its own number of them")
+    return LossWeight(
+        total, "the loss is a mean over valid labels: each micro-batch counts with its own number of them"
+    )
 
 
 def _reduction(node: fx.Node) -> int | None:
@@ -106,7 +108,11 @@ def _divisor_weight(program: Program, node: fx.Node) -> LossWeight | None:
         return inner if inner is not None and not isinstance(divisor, fx.Node) else None
     if isinstance(divisor, (int, float)):
         return LossWeight(float(divisor), f"the loss is a sum divided by {divisor}")
-    if isinstance(divisor, fx.Node) and program.spec(divisor).numel == 1 and not _depends_on_parameters(program, divisor):
+    if (
+        isinstance(divisor, fx.Node)
+        and program.spec(divisor).numel == 1
+        and not _depends_on_parameters(program, divisor)
+    ):
         return LossWeight(divisor, f"the loss is a sum divided by {divisor.name}, which counts its items")
     return None
 

@@ -39,7 +39,7 @@ def write_origins(program: Program) -> None:
     """Put origins back where ``preserve_node_meta`` looks for them, so that a retrace keeps them."""
     for node in program.ops():
         origin = program.origin(node)
-        node.meta["nn_module_stack"] = {origin.module: (origin.module, "")} if origin.module else {}
+        node.meta["nn_module_stack"] = {origin.module: (f"model.{origin.module}", "")} if origin.module else {}
         node.meta["stack_trace"] = _as_stack(origin)
 
 

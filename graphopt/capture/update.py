@@ -50,7 +50,8 @@ def append_update(joint: Program, request: UpdateRequest) -> Program:
     program = joint.copy()
     program.stage = Stage.STEP
     gradients = {
-        output.name: program.output_values()[position] for position, output in joint.signature.outputs_of(OutputKind.GRAD)
+        output.name: program.output_values()[position]
+        for position, output in joint.signature.outputs_of(OutputKind.GRAD)
     }
     kept = [
         (value, output)
@@ -119,7 +120,7 @@ class _Appender:
         return node
 
     def add_tensor(self, name: str, kind: InputKind, spec: TensorSpec) -> fx.Node:
-        identifier = f"{ {InputKind.PARAM: 'p', InputKind.STATE: 's'}[kind]}_{name.replace('.', '_')}"
+        identifier = f"{ {InputKind.PARAM: 'p', InputKind.STATE: 's'}[kind] }_{name.replace('.', '_')}"
         fake = fake_like(self.program.fake_mode, spec)
         return self.program.add_input(Input(name, kind, spec), fake, name=identifier)
 
@@ -164,7 +165,8 @@ class _Appender:
         if self.program.spec(gradient).dtype != spec.dtype:
             gradient = self.emit(aten._to_copy.default, gradient, dtype=spec.dtype)
         state = {
-            state_name: self.add_tensor(f"{state_name}.{name}", InputKind.STATE, spec) for state_name in bucket.state_names
+            state_name: self.add_tensor(f"{state_name}.{name}", InputKind.STATE, spec)
+            for state_name in bucket.state_names
         }
         result = optimizer.rule(self.emit, ParameterUpdate(parameter, gradient, state, numbers), bucket.structure)
         self.add_output(result.parameter, OutputKind.PARAM_UPDATE, name)

@@ -74,9 +74,7 @@ class _Emitter:
     def _unpack_inputs(self, segment: Segment) -> list[str]:
         used = self._read_in(segment)
         lines = []
-        for i, (node, entry) in enumerate(
-            zip(self.program.placeholders(), self.program.signature.inputs, strict=True)
-        ):
+        for i, (node, entry) in enumerate(zip(self.program.placeholders(), self.program.signature.inputs, strict=True)):
             if node in used:
                 lines.append(_with_comment(f"{_name(node)} = inputs[{i}]", f"{entry.kind} {entry.name}: {entry.spec}"))
         for node in self.program.constants():
@@ -109,9 +107,7 @@ class _Emitter:
             if is_unpacked_at_once(node):
                 continue
             used_later = any(self.position.get(user, -1) >= start for user in node.users)
-            written_later = any(
-                write.value is node for writes in self.plan.write_after[start:] for write in writes
-            )
+            written_later = any(write.value is node for writes in self.plan.write_after[start:] for write in writes)
             if used_later or written_later:
                 carried.append(node)
         return carried
@@ -122,7 +118,9 @@ class _Emitter:
         freed = [_name(gone) for gone in self.plan.free_after[index] if gone is not node or not self._is_tuple(node)]
         if node not in self.unpacked:
             target, spare = self._assignment(node)
-            comment = " | ".join(part for part in (value_text(node.meta.get("val")), str(self.program.origin(node))) if part)
+            comment = " | ".join(
+                part for part in (value_text(node.meta.get("val")), str(self.program.origin(node))) if part
+            )
             lines.append(_with_comment(f"{target} = {self._call(node)}", comment))
             freed = [*spare, *freed]
         for write in self.plan.write_after[index]:

@@ -64,7 +64,9 @@ def build_executable(program: Program, *, title: str) -> Executable:
     # The counter keeps sources of equal titles apart in tracebacks.
     filename = f"<graphopt {title} {next(_COUNTER)}>"
     linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
-    namespace: dict[str, Any] = {"constants": {str(node.target): program.constant(node) for node in program.constants()}}
+    namespace: dict[str, Any] = {
+        "constants": {str(node.target): program.constant(node) for node in program.constants()}
+    }
     exec(compile(source, filename, "exec"), namespace)
     parts: tuple[Segment, ...] = split_segments(program, plan)
     compiled = tuple(

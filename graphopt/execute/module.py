@@ -153,7 +153,9 @@ class _CompiledFunction(torch.autograd.Function):
         compiled: _Compiled = ctx.compiled
         program = compiled.executable.program
         if torch.is_grad_enabled():
-            raise UnsupportedError("create_graph=True (a gradient of the gradient) is not supported by a compiled module")
+            raise UnsupportedError(
+                "create_graph=True (a gradient of the gradient) is not supported by a compiled module"
+            )
         inputs, carried = _recall(ctx)
         _fill_tangents(program, inputs, tangents)
         outputs: list[Any] = [None] * len(program.signature.outputs)
@@ -182,7 +184,11 @@ def _recall(ctx: Any) -> tuple[list[Any], list[Any]]:
         inputs[i] = tensor
     # Backward writes into values that die in it; a second backward (retain_graph) needs them whole.
     keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph()
-    carried = [value.clone() if isinstance(value, torch.Tensor) else value for value in ctx.carried] if keeps_graph else ctx.carried
+    carried = (
+        [value.clone() if isinstance(value, torch.Tensor) else value for value in ctx.carried]
+        if keeps_graph
+        else ctx.carried
+    )
     for (i, _), tensor in zip(ctx.returned, saved[len(ctx.tensor_inputs) :], strict=True):
         carried[i] = tensor
     if not keeps_graph:

@@ -15,7 +15,15 @@ from graphopt.capture.export import Captured
 from graphopt.capture.hooks import refuse_module_hooks, refuse_parameter_hooks
 from graphopt.capture.loss_weight import LossWeight
 from graphopt.capture.outputs import rebuild
-from graphopt.capture.update import CLIP_SCALAR, GRAD_NORM, WINDOW, WINDOW_LOSS, WINDOW_WEIGHT, UpdateBucket, UpdateRequest
+from graphopt.capture.update import (
+    CLIP_SCALAR,
+    GRAD_NORM,
+    WINDOW,
+    WINDOW_LOSS,
+    WINDOW_WEIGHT,
+    UpdateBucket,
+    UpdateRequest,
+)
 from graphopt.errors import BatchError, StateError
 from graphopt.execute.cache import SignatureCache, ambient_key, batch_key, describe_batch
 from graphopt.execute.executable import Executable, run_segment

@@ -25,7 +25,9 @@ class Difference:
     relative: float
 
     def __str__(self) -> str:
-        return f"{self.kind} {self.output}: max |difference| {self.max_abs:.3e} ({self.relative:.3e} of the largest value)"
+        return (
+            f"{self.kind} {self.output}: max |difference| {self.max_abs:.3e} ({self.relative:.3e} of the largest value)"
+        )
 
 
 def random_inputs(program: Program, *, seed: int = _SEED) -> tuple[Any, ...]:

@@ -70,9 +70,7 @@ class Optimizer(ABC):
         options = self.options()
         unknown = sorted(set(group) - set(options) - {"params", "name"})
         if "params" not in group or unknown:
-            raise UnsupportedError(
-                f"a group needs 'params' and options out of {sorted(options)}; came {sorted(group)}"
-            )
+            raise UnsupportedError(f"a group needs 'params' and options out of {sorted(options)}; came {sorted(group)}")
         self.check_options({**options, **{key: value for key, value in group.items() if key in options}})
 
     @abstractmethod

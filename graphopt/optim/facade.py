@@ -27,7 +27,9 @@ class OptimizerFacade(torch.optim.Optimizer):
 
     def step(self, closure: Any = None) -> None:
         """Refused: the compiled step applies the update itself."""
-        raise UnsupportedError("the update is part of the compiled step: call step(**batch) alone, not optimizer.step()")
+        raise UnsupportedError(
+            "the update is part of the compiled step: call step(**batch) alone, not optimizer.step()"
+        )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Nothing to do: gradients never leave the graph."""
@@ -44,8 +46,10 @@ class OptimizerFacade(torch.optim.Optimizer):
         for group in self.param_groups:
             group["params"] = [new if member is old else member for member in group["params"]]
         state = self.state.pop(old, None)
-        if state and all(not isinstance(value, torch.Tensor) or value.dim() == 0 or value.shape == new.shape
-                         for value in state.values()):
+        if state and all(
+            not isinstance(value, torch.Tensor) or value.dim() == 0 or value.shape == new.shape
+            for value in state.values()
+        ):
             self.state[new] = state
 
 
@@ -80,6 +84,8 @@ def _members(group: Mapping[str, Any], parameters: Mapping[str, torch.nn.Paramet
             matched = [name for name, parameter in parameters.items() if parameter is entry]
         if not matched:
             what = repr(entry) if isinstance(entry, str) else f"a tensor of shape {list(entry.shape)}"
-            raise UnsupportedError(f"a group names {what}, which no parameter matches; there are {list(parameters)[:20]}")
+            raise UnsupportedError(
+                f"a group names {what}, which no parameter matches; there are {list(parameters)[:20]}"
+            )
         found.update(dict.fromkeys(matched))
     return list(found)

@@ -39,7 +39,7 @@ def _make(name: str, options_text: str, registry: Mapping[str, type[Pass]]) -> P
     if name not in registry:
         raise PipelineError(f"no pass is called {name!r}; there are {', '.join(sorted(registry))}")
     kind = registry[name]
-    types = {field.name: str(field.type) for field in fields(kind)}
+    types = {field.name: _type_name(field.type) for field in fields(kind)}
     options: dict[str, Any] = {}
     for part in filter(None, (part.strip() for part in options_text.split(","))):
         key, separator, value = part.partition("=")
@@ -47,6 +47,10 @@ def _make(name: str, options_text: str, registry: Mapping[str, type[Pass]]) -> P
             raise PipelineError(f"pass {name} has no option {part!r}; options are {sorted(types) or 'none'}")
         options[key.strip()] = _parse_value(name, key.strip(), value.strip(), types[key.strip()])
     return kind(**options)
+
+
+def _type_name(annotation: Any) -> str:
+    return annotation.__name__ if isinstance(annotation, type) else str(annotation)
 
 
 def _parse_value(pass_name: str, option: str, text: str, type_name: str) -> Any:

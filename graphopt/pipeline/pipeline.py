@@ -22,6 +22,8 @@ log = logging.getLogger(__name__)
 
 TRAINING_NUMERICS = frozenset({Numerics.EXACT, Numerics.REASSOCIATES, Numerics.LOSSY})
 
+_MOST_DIFF_LINES = 60  # what fits on a screen or two
+
 # Largest relative error a pass of each class may cause in the numeric check. 1e-4 is 1,000 roundings of float32;
 # 0.1 is 25 roundings of bfloat16.
 NUMERIC_TOLERANCE = {
@@ -130,7 +132,9 @@ def _run_pass(
     _prove(item, before, after, changes, level=level, inputs=inputs)
     record = _record(item, before, after, changes, seconds=seconds, workspace=workspace)
     after.history = (*before.history, record)
-    log.info("%s: %d changes, %d ops, peak %d bytes", item.name, changes.count, record.ops_after, record.peak_bytes_after)
+    log.info(
+        "%s: %d changes, %d ops, peak %d bytes", item.name, changes.count, record.ops_after, record.peak_bytes_after
+    )
     if observer is not None:
         observer(PassEvent(before, after, record))
     return after
@@ -197,7 +201,7 @@ def _record(
 
 def _contract_error(item: Pass, before: Program, after: Program, reason: str) -> PassError:
     try:
-        diff = text_diff(before.text(), after.text(), "last good", item.name)
+        diff = _shortened(text_diff(before.text(), after.text(), "last good", item.name))
     except Exception as error:  # a broken pass may leave a graph that does not even print
         diff = f"(the program after the pass does not print: {error})"
     command = f"graphopt bisect MODEL.py:make --outputs ... --passes '{item}'"
@@ -205,6 +209,13 @@ def _contract_error(item: Pass, before: Program, after: Program, reason: str) ->
         f"pass {item.name} broke its contract: {reason}\n"
         f"difference to the last good program:\n{diff}\nto reproduce: {command}"
     )
+
+
+def _shortened(diff: str) -> str:
+    lines = diff.splitlines()
+    if len(lines) <= _MOST_DIFF_LINES:
+        return diff
+    return "\n".join([*lines[:_MOST_DIFF_LINES], f"... {len(lines) - _MOST_DIFF_LINES} more lines"])
 
 
 def _signature_change(before: Program, after: Program) -> str:
@@ -219,7 +230,9 @@ def _check_order(passes: tuple[Pass, ...]) -> None:
         if later and not any(other.name in later for other in passes[:position]):
             raise PipelineError(f"pass {item.name} must come after {', '.join(later)}; move it behind")
         if item.in_place and position != len(passes) - 1:
-            raise PipelineError(f"pass {item.name} writes in place and must be the last; {passes[position + 1].name} follows")
+            raise PipelineError(
+                f"pass {item.name} writes in place and must be the last; {passes[position + 1].name} follows"
+            )
 
 
 def _check_numerics(passes: tuple[Pass, ...], allowed: frozenset[Numerics]) -> None:

@@ -12,12 +12,13 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TextIO
 
 from graphopt.errors import DataError
 
 try:
     import fcntl
-except ImportError:  # Windows: a folder that another process still writes to cannot be removed there anyway
+except ImportError:  # Windows, where nothing tells a folder in use from one left behind: none is removed there
     fcntl = None  # type: ignore[assignment]
 
 log = logging.getLogger(__name__)
@@ -69,17 +70,40 @@ def save_error(path: Path, cause: Exception) -> SaveError:
 @contextlib.contextmanager
 def _temporary_folder(target: Path) -> Iterator[Path]:
     """A folder beside ``target``, locked while it is in use and gone afterwards."""
-    folder = Path(tempfile.mkdtemp(prefix=_prefix(target), suffix=_TEMPORARY_SUFFIX, dir=target.parent))
+    folder, lock = _new_locked_folder(target)
     try:
-        with (folder / _LOCK_NAME).open("w") as lock:
-            _try_lock(lock.fileno())
-            yield folder
+        yield folder
     finally:
+        lock.close()
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _new_locked_folder(target: Path) -> tuple[Path, TextIO]:
+    while True:
+        folder = Path(tempfile.mkdtemp(prefix=_prefix(target), suffix=_TEMPORARY_SUFFIX, dir=target.parent))
+        lock = _lock_folder(folder)
+        if lock is not None:
+            return folder, lock
+        # Another saver that cleans up took the folder while it had no lock.
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _lock_folder(folder: Path) -> TextIO | None:
+    """The lock file, open and locked; None when somebody else has it or the folder is gone."""
+    try:
+        lock = (folder / _LOCK_NAME).open("w")
+    except FileNotFoundError:
+        return None
+    if _try_lock(lock.fileno()) and (folder / _LOCK_NAME).exists():
+        return lock
+    lock.close()
+    return None
 
 
 def _remove_stale(target: Path) -> None:
     """Remove temporary folders of ``target`` whose maker no longer lives: nobody holds their lock."""
+    if fcntl is None:
+        return
     for folder in sorted(target.parent.iterdir()):
         if not (folder.name.startswith(_prefix(target)) and folder.name.endswith(_TEMPORARY_SUFFIX)):
             continue

@@ -170,9 +170,7 @@ def test_clipping_sees_the_whole_window():
             return {"loss": (self.w * c).sum()}
 
     model = Picked()
-    step = graphopt.compile(
-        model, outputs=["loss"], optimizer=optim.SGD(lr=1.0), accumulate=2, clip_grad_norm=1.0
-    )
+    step = graphopt.compile(model, outputs=["loss"], optimizer=optim.SGD(lr=1.0), accumulate=2, clip_grad_norm=1.0)
     step(torch.tensor([3.0, 0.0]))
     step(torch.tensor([0.0, 4.0]))
     assert torch.allclose(model.w, torch.tensor([-0.6, -0.8]), rtol=0, atol=1e-6)

@@ -142,7 +142,10 @@ def test_step_follows_replaced_weights_and_keeps_keys():
     model = nn.Linear(5, 5)
     facts = [(name, value.dtype, value.shape) for name, value in model.state_dict().items()]
     step = graphopt.compile(
-        model, outputs=["0"], loss=lambda out, batch: out.sum(), optimizer=graphopt.optim.AdamW(lr=0.1, weight_decay=0.0)
+        model,
+        outputs=["0"],
+        loss=lambda out, batch: out.sum(),
+        optimizer=graphopt.optim.AdamW(lr=0.1, weight_decay=0.0),
     )
     x = torch.ones(1, 5)
     step(x)

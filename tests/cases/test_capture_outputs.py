@@ -126,7 +126,10 @@ def test_loss_must_be_differentiable():
 def test_loss_must_reach_a_parameter():
     model, ids, labels = make("dict")
     step = graphopt.compile(
-        model, loss=lambda out, batch: batch.labels.float().mean(), outputs=["logits"], optimizer=graphopt.optim.SGD(lr=0.1)
+        model,
+        loss=lambda out, batch: batch.labels.float().mean(),
+        outputs=["logits"],
+        optimizer=graphopt.optim.SGD(lr=0.1),
     )
     with pytest.raises(OutputError, match="reaches no trainable parameter"):
         step(ids, labels)

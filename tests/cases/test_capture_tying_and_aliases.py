@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-import torch.nn.functional as F  # noqa: N812
+import torch.nn.functional as F
 from torch import nn
 
 import graphopt

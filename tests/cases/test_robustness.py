@@ -248,7 +248,12 @@ def test_resume_is_bit_exact():
 
     def make(network):
         return graphopt.compile(
-            network, outputs=["loss"], loss=square_loss, optimizer=optim.AdamW(lr=1e-2), accumulate=2, clip_grad_norm=1.0
+            network,
+            outputs=["loss"],
+            loss=square_loss,
+            optimizer=optim.AdamW(lr=1e-2),
+            accumulate=2,
+            clip_grad_norm=1.0,
         )
 
     step, x = make(model), torch.randn(6, 8)

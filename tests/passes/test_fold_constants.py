@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import torch
-from graphopt.passes.drop_dead import DropDead
-from graphopt.passes.fold_constants import FoldConstants
 
 from graphopt.ir.program import Program
+from graphopt.passes.drop_dead import DropDead
+from graphopt.passes.fold_constants import FoldConstants
 from tests.support.graphs import assert_same_numbers, program_of, run_pass, targets
 
 

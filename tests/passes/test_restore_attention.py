@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from graphopt.passes.drop_dead import DropDead
-from graphopt.passes.restore_attention import RestoreAttention
 from torch import fx
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -19,6 +17,8 @@ from graphopt.ir import constants
 from graphopt.ir.liveness import plan_memory, saved_bytes
 from graphopt.ir.program import Program
 from graphopt.ir.spec import InputKind
+from graphopt.passes.drop_dead import DropDead
+from graphopt.passes.restore_attention import RestoreAttention
 from tests.support.graphs import assert_same_numbers, run_pass, targets
 
 # B: batch, H: query heads, K: key and value heads, T: length, D: head size

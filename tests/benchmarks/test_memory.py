@@ -1,0 +1,125 @@
+"""The memory suite on tiny models: every prefix runs, and what was estimated is what was measured."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from benchmarks.memory import MemorySuite
+from benchmarks.memory_table import LARGEST_ESTIMATE_ERROR, memory_table
+from benchmarks.models import MODELS
+from benchmarks.peers import EAGER, GRAPHOPT, TORCH_COMPILE
+from benchmarks.prefixes import NO_PASS, STAGES, pass_prefixes
+from benchmarks.rows import MemoryFigures, Row, load_rows, store_rows
+from benchmarks.steps import StepBench
+from graphopt.pipeline.default import default_pipeline
+
+runner = CliRunner()
+
+
+@pytest.fixture(scope="module")
+def rows() -> tuple[Row[MemoryFigures], ...]:
+    """The suite on the smallest model."""
+    return tuple(MemorySuite(MODELS["tiny-mlp"], layers=1, rounds=1, compile_peer=False).measure())
+
+
+def test_prefixes_grow_by_one_pass_up_to_the_default_pipeline() -> None:
+    prefixes = pass_prefixes()
+
+    assert [sum(map(len, prefix.pipelines)) for prefix in prefixes] == list(range(len(prefixes)))
+    assert prefixes[0].name == NO_PASS
+    assert prefixes[-1].pipelines == tuple(default_pipeline(stage) for stage in STAGES)
+
+
+def test_every_prefix_has_a_row(rows: tuple[Row[MemoryFigures], ...]) -> None:
+    measured = [row.figures.name for row in rows if row.figures.kind == "pass"]
+
+    assert measured == [prefix.name for prefix in pass_prefixes()]
+    assert [row.figures.name for row in rows if row.figures.kind == "peer"] == [EAGER, GRAPHOPT]
+
+
+def test_estimated_peak_of_every_prefix_is_the_measured_one(rows: tuple[Row[MemoryFigures], ...]) -> None:
+    for row in rows:
+        if row.figures.name != EAGER:
+            assert row.figures.estimate_error is not None
+            assert row.figures.estimate_error <= LARGEST_ESTIMATE_ERROR, row.figures
+
+
+def test_last_prefix_is_what_users_get(rows: tuple[Row[MemoryFigures], ...]) -> None:
+    product = next(row.figures for row in rows if row.figures.name == GRAPHOPT)
+    last = rows[-1].figures
+
+    assert (last.estimated_peak_bytes, last.measured_peak_bytes, last.num_ops, last.resting_bytes) == (
+        product.estimated_peak_bytes,
+        product.measured_peak_bytes,
+        product.num_ops,
+        product.resting_bytes,
+    )
+
+
+def test_all_rest_with_the_same_state(rows: tuple[Row[MemoryFigures], ...]) -> None:
+    assert len({row.figures.resting_bytes for row in rows}) == 1
+
+
+@pytest.mark.parametrize("name", ["tiny-llama", "tiny-bert", "tiny-vit", "tiny-resnet", "tiny-gpt2"])
+def test_estimate_holds_before_and_after_the_pipeline(name: str) -> None:
+    model = MODELS[name]
+    bench = StepBench(model.make_model(None), model.make_batch(), model.outputs, rounds=1)
+    prefixes = pass_prefixes()
+
+    errors = [bench.prefix(prefix).estimate_error for prefix in (prefixes[0], prefixes[-1])]
+
+    assert all(error is not None and error <= LARGEST_ESTIMATE_ERROR for error in errors), errors
+
+
+def test_rows_come_back_as_they_were_stored(rows: tuple[Row[MemoryFigures], ...], tmp_path: Path) -> None:
+    path = tmp_path / "new" / "memory-tiny-mlp.jsonl"
+
+    stored = tuple(store_rows(path, rows))
+
+    assert stored == rows == load_rows(path, MemoryFigures)
+
+
+def test_interrupted_run_leaves_the_old_rows(rows: tuple[Row[MemoryFigures], ...], tmp_path: Path) -> None:
+    path = tmp_path / "memory-tiny-mlp.jsonl"
+    list(store_rows(path, rows))
+
+    next(iter(store_rows(path, rows[:1])))
+
+    assert load_rows(path, MemoryFigures) == rows
+
+
+def test_table_marks_an_estimate_that_is_off(rows: tuple[Row[MemoryFigures], ...]) -> None:
+    peak = rows[-1].figures.measured_peak_bytes
+    assert peak is not None
+    off = replace(rows[-1], figures=replace(rows[-1].figures, estimated_peak_bytes=round(1.02 * peak)))
+
+    assert "1.0200 !" in _text(memory_table([off]))
+    assert "!" not in _text(memory_table(rows))
+
+
+def test_row_of_a_peer_that_fails_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = MODELS["tiny-mlp"]
+    bench = StepBench(model.make_model(None), model.make_batch(), model.outputs, rounds=1)
+    monkeypatch.setattr("torch.compile", lambda module: _raise)
+
+    peers = {figures.name: figures for figures in bench.peers(compile_peer=True)}
+
+    assert peers[TORCH_COMPILE].note == "RuntimeError: no C++ compiler"
+    assert peers[TORCH_COMPILE].step_seconds is None
+    assert peers[GRAPHOPT].step_seconds is not None
+
+
+def _raise(**batch: object) -> None:
+    raise RuntimeError("no C++ compiler\nand a long traceback")
+
+
+def _text(table: object) -> str:
+    console = Console(width=300)
+    with console.capture() as captured:
+        console.print(table)
+    return captured.get()

@@ -1,0 +1,125 @@
+"""The generated pages: from rows to the README's table, and whether it is out of date."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from benchmarks.machine import Machine
+from benchmarks.report import BEGIN, END, main, readme_section, results_page, with_section
+from benchmarks.rows import CompileTimeFigures, MemoryFigures, Row, SpeedFigures, Subject, store_rows
+from graphopt.errors import DataError
+
+MIB = 2**20
+MACHINE = Machine("a CPU", 2, 2, "2.13", "5.24", "3.12", "Linux 6", "0.1", "0123456789abcdef", False, "2025-12-01")
+
+app = typer.Typer(add_completion=False)
+app.command()(main)
+runner = CliRunner()
+
+
+def memory_rows(model: str, *, note: str = "") -> list[Row[MemoryFigures]]:
+    """Peers and one pass, in round numbers."""
+
+    def peer(name: str, mebibytes: int, seconds: float) -> MemoryFigures:
+        return MemoryFigures(
+            "peer",
+            name,
+            measured_peak_bytes=mebibytes * MIB,
+            resting_bytes=10 * MIB,
+            step_seconds=seconds,
+            eager_seconds=2.0,
+        )
+
+    compiled = MemoryFigures("peer", "torch.compile", note=note) if note else peer("torch.compile", 300, 1.5)
+    after = MemoryFigures("pass", "no pass", position=0, stage="", estimated_peak_bytes=MIB, measured_peak_bytes=MIB)
+    figures = [peer("eager", 400, 2.0), compiled, peer("graphopt", 100, 3.0), after]
+    return [Row(Subject(model, 124_000_000, "x f32[2]", ("loss",)), MACHINE, found) for found in figures]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Results of two models, and a README with markers beside them."""
+    for model in ("llama-25m", "gpt2-124m"):
+        list(store_rows(tmp_path / f"memory-{model}.jsonl", memory_rows(model)))
+    subject = memory_rows("gpt2-124m")[0].subject
+    speed = SpeedFigures((2.0, 4.0), (1.0, 3.0), 9.0)
+    list(store_rows(tmp_path / "speed-gpt2-124m.jsonl", [Row(subject, MACHINE, speed)]))
+    times = [CompileTimeFigures(layers, 10, *([seconds] * 5)) for layers, seconds in ((12, 1.0), (24, 3.0))]
+    list(store_rows(tmp_path / "compile-time-gpt2-124m.jsonl", [Row(subject, MACHINE, found) for found in times]))
+    (tmp_path / "TOP.md").write_text(f"# graphopt\n\n{BEGIN}\n{END}\n\nmore\n")
+    return tmp_path
+
+
+def arguments(folder: Path, *more: str) -> list[str]:
+    """The command line for ``folder``."""
+    return ["--readme", str(folder / "TOP.md"), "--results", str(folder), *more]
+
+
+def test_row_of_a_model_shows_peers_and_ratios() -> None:
+    section = readme_section([tuple(memory_rows("gpt2-124m"))])
+
+    line = next(line for line in section.splitlines() if line.startswith("| gpt2-124m"))
+    assert [cell.strip() for cell in line.strip("|").split("|")] == [
+        *("gpt2-124m", "10.0 MiB", "400 MiB", "300 MiB", "100 MiB", "0.25"),
+        *("2.00 s", "1.50 s", "3.00 s", "1.50"),
+    ]
+    assert "commit 0123456789." in section
+
+
+def test_peer_that_failed_is_explained_below_the_table() -> None:
+    section = readme_section([tuple(memory_rows("gpt2-124m", note="RuntimeError: no C++ compiler"))])
+
+    assert "torch.compile on gpt2-124m: RuntimeError: no C++ compiler." in section
+
+
+def test_writes_between_the_markers_and_is_then_up_to_date(folder: Path) -> None:
+    stale = runner.invoke(app, arguments(folder, "--check"))
+    written = runner.invoke(app, arguments(folder))
+    fresh = runner.invoke(app, arguments(folder, "--check"))
+
+    assert (stale.exit_code, written.exit_code, fresh.exit_code) == (1, 0, 0)
+    readme = (folder / "TOP.md").read_text()
+    assert readme.startswith(f"# graphopt\n\n{BEGIN}\n")
+    assert readme.endswith(f"\n{END}\n\nmore\n")
+    assert readme.index("| gpt2-124m") < readme.index("| llama-25m")
+
+
+def test_check_sees_a_row_that_changed(folder: Path) -> None:
+    runner.invoke(app, arguments(folder))
+    list(store_rows(folder / "memory-llama-25m.jsonl", memory_rows("llama-25m", note="it fails now")))
+
+    assert runner.invoke(app, arguments(folder, "--check")).exit_code == 1
+
+
+def test_check_writes_nothing(folder: Path) -> None:
+    before = sorted(folder.iterdir()), (folder / "TOP.md").read_text()
+
+    runner.invoke(app, arguments(folder, "--check"))
+
+    assert (sorted(folder.iterdir()), (folder / "TOP.md").read_text()) == before
+
+
+def test_results_page_holds_every_suite(folder: Path) -> None:
+    page = results_page(folder)
+
+    assert "## gpt2-124m, pass by pass" in page
+    assert "| 00 no pass" in page
+    assert "0.625" in page  # the median of the ratios 0.5 and 0.75
+    assert "1.50" in page  # three times the seconds for twice the layers
+
+
+@pytest.mark.parametrize("readme", ["# no markers", f"{BEGIN} only", f"{END}\n{BEGIN}", f"{BEGIN}{END}{BEGIN}{END}"])
+def test_refuses_a_readme_without_both_markers_once(readme: str) -> None:
+    with pytest.raises(DataError, match="benchmarks:begin"):
+        with_section(readme, "table")
+
+
+def test_refuses_rows_of_another_kind(folder: Path) -> None:
+    (folder / "memory-vit-b16.jsonl").write_text('{"figures": {}}\n')
+
+    with pytest.raises(DataError, match=r"vit-b16\.jsonl:1 is no row"):
+        results_page(folder)
