@@ -5,6 +5,7 @@ from graphopt.api import capture, compile, optimize
 from graphopt.capture.differentiate import differentiate
 from graphopt.options import Accumulate
 from graphopt.pipeline.pipeline import Pipeline
+from graphopt.train.saving import load_checkpoint, load_model, save_checkpoint, save_model
 from graphopt.version import __version__
 
 __all__ = [
@@ -15,7 +16,11 @@ __all__ = [
     "compile",
     "differentiate",
     "errors",
+    "load_checkpoint",
+    "load_model",
     "optim",
     "optimize",
     "passes",
+    "save_checkpoint",
+    "save_model",
 ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -51,6 +52,7 @@ class Builder:
         self.request = OutputRequest(options.outputs, options.loss, require_loss=options.optimizer is not None)
         self.binder = BatchBinder(model, allow_extra=callable(options.loss))
         self.workspace = MeasuredWorkspace()
+        self.dump_folders: list[Path] = []
 
     def pipeline(self, stage: Stage) -> Pipeline:
         """The passes of a stage: the default ones unless options name others."""
@@ -148,7 +150,8 @@ class Builder:
         executable = build_executable(self.run_passes(program, Stage.STEP, dump), title=title)
         gc.collect()  # tracing leaves reference cycles behind, with fake and real tensors in them
         if dump is not None:
-            dump.finish(executable.source, build_report(executable, backend_reason=self.options.backend_reason))
+            report = build_report(executable, backend_reason=self.options.backend_reason)
+            self.dump_folders.append(dump.finish(executable.source, report))
         return executable
 
 

@@ -103,8 +103,9 @@ class _Emitter:
         if not start:
             return []
         carried = []
-        for node in self.plan.order[:start]:
-            if is_unpacked_at_once(node):
+        for node in self.plan.order:
+            made_by = node.args[0] if node in self.unpacked else node
+            if self.position[made_by] >= start or is_unpacked_at_once(node):  # type: ignore[index]
                 continue
             used_later = any(self.position.get(user, -1) >= start for user in node.users)
             written_later = any(write.value is node for writes in self.plan.write_after[start:] for write in writes)

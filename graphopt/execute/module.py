@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -27,6 +28,7 @@ class ModuleBuilder(Protocol):
     model: torch.nn.Module
     binder: BatchBinder
     options: Any
+    dump_folders: list[Path]
 
     def gradient(self, batch: BoundBatch, *, wrt: Sequence[str], title: str) -> Any: ...
     def module_step(self, built: Any) -> Executable: ...
@@ -67,6 +69,14 @@ class CompiledModule(torch.nn.Module):
         super().train(mode)
         self._model.training = mode
         return self
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's own state dict, with its keys and hooks."""
+        return self._model.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Load into the model itself."""
+        return self._model.load_state_dict(*args, **kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The requested outputs by name, as attribute and key; the loss (or, without one, every output) has a gradient."""
@@ -115,6 +125,11 @@ class CompiledModule(torch.nn.Module):
         from graphopt.report.explain import explain
 
         return explain(self._ran(), name)
+
+    @property
+    def dumps(self) -> tuple[Path, ...]:
+        """The folders that ``dump=`` filled, one a compiled graph, in order."""
+        return tuple(self._builder.dump_folders)
 
     @property
     def source(self) -> str:

@@ -52,6 +52,7 @@ class StepBuilder(Protocol):
     model: torch.nn.Module
     binder: BatchBinder
     options: Any
+    dump_folders: list[Path]
 
     def gradient(self, batch: BoundBatch, *, wrt: Sequence[str], title: str) -> Any: ...
     def step(self, built: Any, request: UpdateRequest) -> Executable: ...
@@ -183,7 +184,7 @@ class TrainStep:
                     run_segment(executable.segments[-1], inputs, carried, outputs)
                     write_back(executable, inputs, outputs)
                     self.state.advance(part.reached)
-                self.last_update = _LazyUpdate(self._loss(part, program, outputs), norm)  # type: ignore[assignment]
+                self.last_update = _update_info(self._loss(part, program, outputs), norm)
         return rebuild(part.captured.structure, user_outputs(program, outputs))
 
     def _micro_step(self, bound: BoundBatch, view: ModelView) -> Any:
@@ -345,6 +346,11 @@ class TrainStep:
         return explain(self._ran(), name)
 
     @property
+    def dumps(self) -> tuple[Path, ...]:
+        """The folders that ``dump=`` filled, one a compiled graph, in order."""
+        return tuple(self.builder.dump_folders)
+
+    @property
     def source(self) -> str:
         """The Python that runs, as text."""
         return self._ran().source
@@ -371,22 +377,28 @@ class TrainStep:
         return tuple(f"accumulation: {part[0].weight.reason}" for part in self.parts.built.values())
 
 
-class _LazyUpdate:
-    """UpdateInfo of a step whose loss is read from the device only when somebody looks."""
+class _DeviceUpdate:
+    """UpdateInfo of a step on a device: the loss is fetched only when somebody looks."""
 
     micro_batches = 1
     weight = 1.0
     skipped = None
 
-    def __init__(self, loss: Any, grad_norm: float | None) -> None:
+    def __init__(self, loss: torch.Tensor, grad_norm: float | None) -> None:
         # A copy: the loss handed to the user must be free to die with the result.
-        self._loss = loss.clone() if isinstance(loss, torch.Tensor) else loss
+        self._loss = loss.clone()
         self.grad_norm = grad_norm
 
     @property
     def loss(self) -> float:
         """The loss as a Python number."""
         return float(self._loss)
+
+
+def _update_info(loss: Any, grad_norm: float | None) -> Any:
+    if isinstance(loss, torch.Tensor) and loss.device.type != "cpu":
+        return _DeviceUpdate(loss, grad_norm)
+    return UpdateInfo(float(loss), grad_norm, micro_batches=1, weight=1.0)
 
 
 def _grad_norm(program: Program, outputs: Sequence[Any]) -> float | None:

@@ -34,7 +34,8 @@ def measure_executable(executable: Executable) -> MemoryTrace:
     device = next((value.device for value in inputs if isinstance(value, torch.Tensor)), None)
 
     def run() -> Any:
-        with torch.no_grad(), torch.random.fork_rng():
+        with torch.no_grad():
             return executable.run(inputs)
 
-    return measure_memory(run, device=device)
+    with torch.random.fork_rng():  # outside of what is measured: it copies the generator's state
+        return measure_memory(run, device=device)

@@ -97,7 +97,7 @@ class ByteGPT(nn.Module):
 
     @torch.no_grad()
     def generate(
-        self, prompt: bytes, num_bytes: int, *, temperature: float = 0.7, generator: torch.Generator | None = None
+        self, prompt: bytes, num_bytes: int, *, temperature: float = 0.5, generator: torch.Generator | None = None
     ) -> bytes:
         """``prompt`` (not empty) and ``num_bytes`` sampled bytes; the model's mode is as before afterwards."""
         if not prompt:

