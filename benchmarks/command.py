@@ -32,7 +32,7 @@ Results = Annotated[Path, typer.Option(help="The folder that rows are written to
 
 def run_command(main: Callable[..., Any]) -> None:
     """Run ``main`` with the command line's options and exit; a user's mistake is one line on stderr, exit 2."""
-    _quiet_transformers()
+    quiet_transformers()
     try:
         typer.run(main)
     except GraphoptError as error:
@@ -61,8 +61,8 @@ def with_progress(items: Iterable[Item], *, total: int, description: str) -> Ite
     return iter(track(items, description, total=total, console=stderr, disable=not stderr.is_terminal))
 
 
-def _quiet_transformers() -> None:
-    """Hints about configs are for people who load weights."""
+def quiet_transformers() -> None:
+    """Keep transformers' hints about configs to itself: they are for people who load weights."""
     import transformers
 
     transformers.logging.set_verbosity_error()

@@ -26,6 +26,7 @@ from benchmarks.command import (
     Results,
     chosen_model,
     console,
+    quiet_transformers,
     run_command,
     seed_weights,
     with_progress,
@@ -115,13 +116,13 @@ def _compile(model: BenchmarkModel, layers: int) -> Row[CompileTimeFigures]:
     watch.lap("emit")
     seconds = {f"{part}_seconds": watch.seconds[part] for part in _PARTS}
     figures = CompileTimeFigures(layers=layers, num_ops=len(executable.program.ops()), **seconds)
-    return Row(subject_of(model, module, batch, layers=layers), this_machine(), figures)
+    return Row(subject_of(model, module, batch, layers=None), this_machine(), figures)
 
 
 def _rows(model: BenchmarkModel, layers: tuple[int, ...]) -> Iterator[Row[CompileTimeFigures]]:
     for count in layers:
         # A fresh process each: nothing that one size has taught the compiler helps the next.
-        with ProcessPoolExecutor(max_workers=1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), initializer=quiet_transformers) as pool:
             yield pool.submit(time_compile, model, count).result()
 
 

@@ -27,9 +27,8 @@ def memory_table(rows: Sequence[Row[MemoryFigures]], *, layout: box.Box = box.HE
     table = Table("after", "stage", title=title, box=layout)
     for heading in _HEADINGS:
         table.add_column(heading, justify="right")
-    last_peer = max((i for i, row in enumerate(rows) if row.figures.kind == "peer"), default=-1)
-    for position, row in enumerate(rows):
-        table.add_row(*_cells(row.figures, eager), end_section=position == last_peer)
+    for row in rows:
+        table.add_row(*_cells(row.figures, eager))
     return table
 
 

@@ -20,11 +20,15 @@ GRAPHOPT = "graphopt"
 
 @dataclass(frozen=True)
 class Contender:
-    """One way to train: ``step()`` is a whole training step; ``optimizer`` holds what stays between steps."""
+    """One way to train: ``step()`` is a whole training step; ``optimizer`` holds what stays between steps.
+
+    ``forward()``: the part whose results autograd saves; None where no autograd takes part.
+    """
 
     name: str
     step: Callable[[], Any]
     optimizer: torch.optim.Optimizer
+    forward: Callable[[], Any] | None = None
 
 
 def eager_contender(model: nn.Module, batch: Batch) -> Contender:
@@ -59,4 +63,4 @@ def _torch_contender(name: str, forward: Callable[..., Any], model: nn.Module, b
         optimizer.zero_grad(set_to_none=True)
         return out
 
-    return Contender(name, step, optimizer)
+    return Contender(name, step, optimizer, lambda: forward(**batch))

@@ -124,12 +124,15 @@ def store_rows(path: Path, rows: Iterable[Row[Figures]]) -> Iterator[Row[Figures
     """The rows, each handed on once it is written; ``path`` is replaced when all are there, else left as it was."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".partial")
-    with partial.open("w") as stream:
-        for row in rows:
-            stream.write(json.dumps(asdict(row)) + "\n")
-            stream.flush()
-            yield row
-    partial.replace(path)
+    try:
+        with partial.open("w") as stream:
+            for row in rows:
+                stream.write(json.dumps(asdict(row)) + "\n")
+                stream.flush()
+                yield row
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def load_rows(path: Path, kind: type[Figures]) -> tuple[Row[Figures], ...]:

@@ -49,7 +49,7 @@ class StepBench:
     def peers(self, *, compile_peer: bool) -> tuple[MemoryFigures, ...]:
         """Figures of eager, torch.compile and graphopt as users call them, timed in the same rounds."""
         step = graphopt_step(self.model, self.outputs)
-        figures = {EAGER: self._eager_memory()}
+        figures = {EAGER: self._autograd_memory(self.eager)}
         contenders = {EAGER: self.eager}
         if compile_peer:
             contenders[TORCH_COMPILE] = torch_compile_contender(self.model, self.batch)
@@ -70,18 +70,18 @@ class StepBench:
         figures = with_plan(self._memory(contender, start), step)
         return self._timed({EAGER: self.eager, GRAPHOPT: contender}, {GRAPHOPT: figures})[GRAPHOPT]
 
-    def _eager_memory(self) -> MemoryFigures:
-        figures = self._memory(self.eager, MemoryFigures("peer", EAGER))
+    def _autograd_memory(self, contender: Contender) -> MemoryFigures:
+        assert contender.forward is not None, "autograd takes part"
+        figures = self._memory(contender, MemoryFigures("peer", contender.name))
         resident = tuple(model_tensors(self.model, self.batch))
-        return replace(figures, saved_bytes=saved_by_autograd(lambda: self.model(**self.batch), resident=resident))
+        return replace(figures, saved_bytes=saved_by_autograd(contender.forward, resident=resident))
 
     def _foreign_memory(self, contender: Contender) -> MemoryFigures:
-        start = MemoryFigures("peer", contender.name)
         try:
-            return self._memory(contender, start)
+            return self._autograd_memory(contender)
         except Exception as error:  # whatever a foreign compiler raises is its result
             self.model.zero_grad(set_to_none=True)
-            return replace(start, note=_first_line(error))
+            return MemoryFigures("peer", contender.name, note=_first_line(error))
 
     def _memory(self, contender: Contender, figures: MemoryFigures) -> MemoryFigures:
         memory: StepMemory = measure_step(contender, self.model, self.batch)

@@ -18,7 +18,6 @@ def use_eager_operators(program: Program) -> None:
     draws a boolean mask and rounds differently. ``x[:] = y``: ``copy``, which has no derivative, becomes a clone of y.
     """
     _replace_copies(program)
-    _fix_normalisation_layout(program)
     for node in program.ops():
         if not ops.is_call(node, aten.native_dropout.default) or not ops.is_random(node):
             continue
@@ -42,25 +41,6 @@ def _replace_copies(program: Program) -> None:
             source = program.insert_before(node, aten.expand.default, source, list(spec.shape))
         format_ = torch.contiguous_format if program.value(node).is_contiguous() else torch.preserve_format
         program.replace(node, program.insert_before(node, aten.clone.default, source, memory_format=format_))
-    program.refresh()
-
-
-def _fix_normalisation_layout(program: Program) -> None:
-    """Copy a transposed input of a batch normalisation into the usual layout first.
-
-    torch's fake implementation says that results and gradients are laid out like the input, the CPU kernels return them
-    contiguous (torch 2.13); views behind them would be captured for a layout that never comes.
-    """
-    for node in program.ops():
-        if not ops.is_call(node, aten._native_batch_norm_legit_functional.default):
-            continue
-        source = node.args[0]
-        assert isinstance(source, fx.Node)
-        value = program.value(source)
-        if value.is_contiguous() or (value.dim() == 4 and value.is_contiguous(memory_format=torch.channels_last)):
-            continue
-        copy = program.insert_before(node, aten.clone.default, source, memory_format=torch.contiguous_format)
-        node.replace_input_with(source, copy)
     program.refresh()
 
 

@@ -15,6 +15,7 @@ from torch.export.graph_signature import OutputKind as ExportOutput
 
 from graphopt.capture.attribute_names import any_attribute_name
 from graphopt.capture.batch import BoundBatch
+from graphopt.capture.fake_layouts import correct_fake_layouts
 from graphopt.capture.forward_program import ExportedValue, forward_program
 from graphopt.capture.grad_mode import inline_grad_mode_regions
 from graphopt.capture.hooks import refuse_module_hooks
@@ -164,6 +165,7 @@ def _no_loss(request: OutputRequest, result: Any) -> str:
 
 
 def _export(wrapper: _SelectedOutputs, tensors: Sequence[torch.Tensor]) -> torch.export.ExportedProgram:
+    correct_fake_layouts()
     with torch.random.fork_rng(), warnings.catch_warnings(), _quiet_torch_logs(), any_attribute_name():
         warnings.simplefilter("ignore")
         try:

@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.traceback import preserve_node_meta
 
+from graphopt.capture.fake_layouts import correct_fake_layouts
 from graphopt.capture.origins import read_origins
 from graphopt.capture.recurrent import use_lstm_operator
 from graphopt.ir import ops
@@ -39,6 +40,7 @@ def trace_functional(function: Callable[..., Sequence[Any]], fakes: Sequence[Any
     Gradients may be taken inside ``function``. In-place operators that backward formulas bring along are functionalised
     by a second trace.
     """
+    correct_fake_layouts()
     with preserve_node_meta():
         module = make_fx(function, tracing_mode="real")(*fakes)
         if any(ops.is_mutating(node) for node in module.graph.nodes if node.op == "call_function"):

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from rich.console import Console
-from typer.testing import CliRunner
 
 from benchmarks.memory import MemorySuite
 from benchmarks.memory_table import LARGEST_ESTIMATE_ERROR, memory_table
@@ -17,8 +17,6 @@ from benchmarks.prefixes import NO_PASS, STAGES, pass_prefixes
 from benchmarks.rows import MemoryFigures, Row, load_rows, store_rows
 from benchmarks.steps import StepBench
 from graphopt.pipeline.default import default_pipeline
-
-runner = CliRunner()
 
 
 @pytest.fixture(scope="module")
@@ -84,13 +82,19 @@ def test_rows_come_back_as_they_were_stored(rows: tuple[Row[MemoryFigures], ...]
     assert stored == rows == load_rows(path, MemoryFigures)
 
 
-def test_interrupted_run_leaves_the_old_rows(rows: tuple[Row[MemoryFigures], ...], tmp_path: Path) -> None:
+def test_failed_run_leaves_the_old_rows(rows: tuple[Row[MemoryFigures], ...], tmp_path: Path) -> None:
+    def failing() -> Iterator[Row[MemoryFigures]]:
+        yield rows[0]
+        raise RuntimeError("out of memory")
+
     path = tmp_path / "memory-tiny-mlp.jsonl"
     list(store_rows(path, rows))
 
-    next(iter(store_rows(path, rows[:1])))
+    with pytest.raises(RuntimeError, match="out of memory"):
+        list(store_rows(path, failing()))
 
     assert load_rows(path, MemoryFigures) == rows
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_table_marks_an_estimate_that_is_off(rows: tuple[Row[MemoryFigures], ...]) -> None:

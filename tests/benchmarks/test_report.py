@@ -108,6 +108,7 @@ def test_results_page_holds_every_suite(folder: Path) -> None:
 
     assert "## gpt2-124m, pass by pass" in page
     assert "| 00 no pass" in page
+    assert sum(line.startswith("|--") for line in page.splitlines()) == 4  # one rule a table, or it is no Markdown
     assert "0.625" in page  # the median of the ratios 0.5 and 0.75
     assert "1.50" in page  # three times the seconds for twice the layers
 
