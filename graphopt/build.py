@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from graphopt.capture.ambient import without_autocast
 from graphopt.capture.batch import BatchBinder, BoundBatch
 from graphopt.capture.differentiate import differentiable_outputs, differentiate
 from graphopt.capture.export import Captured, OutputRequest, capture_program
@@ -72,16 +73,21 @@ class Builder:
 
     def capture(self, batch: BoundBatch, *, title: str) -> tuple[Captured, Dump | None]:
         """The forward Program after its passes."""
-        captured = capture_program(self.model, batch, self.request)
+        captured = capture_program(self.model, batch, self.request)  # under the user's autocast, which it records
         dump = Dump(self.options.dump, title) if self.options.dump is not None else None
         if dump is not None:
             dump.start(captured.program)
-        program = self.run_passes(captured.program, Stage.FORWARD, dump)
+        with without_autocast():
+            program = self.run_passes(captured.program, Stage.FORWARD, dump)
         return replace(captured, program=program), dump
 
     def gradient(self, batch: BoundBatch, *, wrt: Sequence[str], title: str) -> BuiltGradient:
         """The joint Program after its passes; the loss is differentiated, or every output when there is no loss."""
         captured, dump = self.capture(batch, title=title)
+        with without_autocast():
+            return self._differentiated(captured, dump, wrt)
+
+    def _differentiated(self, captured: Captured, dump: Dump | None, wrt: Sequence[str]) -> BuiltGradient:
         roots = _roots(captured.program, captured.loss_name, wrt)
         joint = differentiate(captured.program, roots=roots, wrt=wrt)
         if dump is not None:
@@ -147,7 +153,8 @@ class Builder:
     def _finish(self, program: Program, dump: Dump | None, *, title: str) -> Executable:
         if dump is not None:
             dump.mark(title, program)
-        executable = build_executable(self.run_passes(program, Stage.STEP, dump), title=title)
+        with without_autocast():
+            executable = build_executable(self.run_passes(program, Stage.STEP, dump), title=title)
         gc.collect()  # tracing leaves reference cycles behind, with fake and real tensors in them
         if dump is not None:
             report = build_report(executable, backend_reason=self.options.backend_reason)

@@ -20,8 +20,8 @@ class Accumulate:
     """Gradient accumulation: ``steps`` micro-batches make one update.
 
     ``reduction``: "auto" weighs each micro-batch with the number of items its loss is a mean over, where the graph
-    proves one (valid labels, elements, a divisor), so that the window equals the full batch; "mean" counts micro-batches
-    equally; "sum" adds gradients. ``weight``: the output that holds the weight instead.
+    proves one (valid labels, elements, a divisor), so that the window equals the full batch; "mean" counts
+    micro-batches equally; "sum" adds gradients. ``weight``: the output that holds the weight instead.
     """
 
     steps: int

@@ -58,9 +58,7 @@ def train_both(name, optimizer, *, clip=None):
     tiny = tiny_model(name)
     twin = copy.deepcopy(tiny.model)
     reference = reference_class(twin.parameters(), **options)
-    step = graphopt.compile(
-        tiny.model, outputs=list(tiny.outputs), optimizer=ours(**options), clip_grad_norm=clip
-    )
+    step = graphopt.compile(tiny.model, outputs=list(tiny.outputs), optimizer=ours(**options), clip_grad_norm=clip)
     torch.manual_seed(5)
     for _ in range(STEPS):
         reference.zero_grad()
@@ -123,7 +121,5 @@ def test_peak_is_not_above_eager(name):
 
 def test_every_pass_is_proved_on_real_numbers():
     tiny = tiny_model("llama")
-    step = graphopt.compile(
-        tiny.model, outputs=list(tiny.outputs), optimizer=graphopt.optim.AdamW(), verify="numeric"
-    )
+    step = graphopt.compile(tiny.model, outputs=list(tiny.outputs), optimizer=graphopt.optim.AdamW(), verify="numeric")
     assert step(**tiny.batch).loss.isfinite()

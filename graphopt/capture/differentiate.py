@@ -130,8 +130,9 @@ def _check_differentiable(program: Program, roots: Sequence[str], outputs: Seque
     for root, value in zip(roots, outputs, strict=True):
         if not value.requires_grad:
             raise OutputError(
-                f"output {root!r} is not differentiable: every path from a trainable parameter to it passes an operator "
-                f"without a gradient (such as argmax, a comparison, detach or no_grad){_last_cut(program, root)}"
+                f"output {root!r} is not differentiable: every path from a trainable parameter to it passes an "
+                "operator without a gradient (such as argmax, a comparison, detach or no_grad)"
+                f"{_last_cut(program, root)}"
             )
 
 

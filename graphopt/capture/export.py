@@ -117,6 +117,7 @@ class _SelectedOutputs(torch.nn.Module):
     def _select(self, result: Any, args: Any, kwargs: Any, extra: Any) -> OutputSelection:
         request = self.request
         name = request.loss_name
+        wanted: Sequence[str] | None
         if callable(request.loss):
             wanted = None if request.outputs is None else [output for output in request.outputs if output != name]
             named = dict(zip(self._parameter_names(), args, strict=False))
@@ -158,8 +159,8 @@ def _no_loss(request: OutputRequest, result: Any) -> str:
     there = [name for name, value in named_leaves(result) if isinstance(value, torch.Tensor)]
     asked = "all outputs" if request.outputs is None else f"outputs={list(request.outputs)}"
     return (
-        f"{asked} holds no loss called {request.loss_name!r}, but a step with an optimizer needs one; the model returns "
-        f"{', '.join(there) or 'no tensors'}. Add the loss to outputs, or name it with loss='name', or give "
+        f"{asked} holds no loss called {request.loss_name!r}, but a step with an optimizer needs one; the model "
+        f"returns {', '.join(there) or 'no tensors'}. Add the loss to outputs, or name it with loss='name', or give "
         "loss=function(outputs, batch)"
     )
 
@@ -242,7 +243,7 @@ def _exported_outputs(
 ) -> list[tuple[OutputKind, str]]:
     user_inputs = dict(zip(exported.graph_signature.user_inputs, batch_names, strict=False))
     user = iter(names)
-    outputs = []
+    outputs: list[tuple[OutputKind, str]] = []
     for spec in exported.graph_signature.output_specs:
         if spec.kind not in _OUTPUT_KINDS:
             raise CaptureError(

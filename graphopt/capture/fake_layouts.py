@@ -3,8 +3,8 @@
 torch says that a batch normalisation's result and gradient are laid out like their input; the CPU kernels return them
 contiguous, or channels-last (torch 2.13). Views behind them would be captured for a layout that never comes.
 
-Private torch: ``torch._subclasses.fake_impls.register_op_impl``, ``torch._decomp.meta_table`` (torch 2.11 to 2.14). It can go when torch agrees with
-itself: ``tests/capture/test_fake_layouts.py`` says when.
+Private torch: ``torch._subclasses.fake_impls.register_op_impl``, ``torch._decomp.meta_table`` (torch 2.11 to 2.14).
+It can go when torch agrees with itself: ``tests/capture/test_fake_layouts.py`` says when.
 """
 
 from __future__ import annotations

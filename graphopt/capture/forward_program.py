@@ -1,4 +1,4 @@
-"""A forward Program from an exported graph: named inputs, tied parameters merged, constants lifted in, checks removed."""
+"""A forward Program from an exported graph: named inputs, tied parameters merged, constants lifted in, no checks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from graphopt.capture.origins import read_origins
 from graphopt.capture.trace import fake_like, new_fake_mode
 from graphopt.errors import CaptureError
 from graphopt.ir import ops
-from graphopt.ir.program import Program, Stage
+from graphopt.ir.program import GraphHolder, Program, Stage
 from graphopt.ir.spec import Input, InputKind, Output, OutputKind, Signature, TensorSpec
 
 aten = torch.ops.aten
@@ -49,10 +49,11 @@ def forward_program(
         if node.name in origins:
             origins[twin.name] = origins[node.name]
         mapping[node] = twin
-    values = fx.map_arg(exported.graph.output_node().args[0], mapping.__getitem__)
-    graph.output(tuple(values))
+    returned: Any = fx.map_arg(exported.graph.output_node().args[0], mapping.__getitem__)
+    values = tuple(returned)
+    graph.output(values)
     _set_input_values(graph, kept)
-    program = Program(fx.GraphModule(root, graph), Signature(tuple(kept), ()), stage=Stage.FORWARD, origins=origins)
+    program = Program(GraphHolder(root, graph), Signature(tuple(kept), ()), stage=Stage.FORWARD, origins=origins)
     _set_constant_values(program)
     program.refresh()
     program.set_outputs(

@@ -23,7 +23,7 @@ class StepOutput(dict[str, Any]):
         return super().__getitem__(key)
 
 
-def keyed_instance(kind: type, values: Sequence[tuple[str, Any]]) -> Any:
+def keyed_instance(kind: Any, values: Sequence[tuple[str, Any]]) -> Any:
     """An instance of ``kind`` (or a subclass that adds key access) with ``values``; other fields are None."""
     if issubclass(kind, StepOutput) or kind in (dict, tuple, list):
         return StepOutput(values)
@@ -31,7 +31,7 @@ def keyed_instance(kind: type, values: Sequence[tuple[str, Any]]) -> Any:
         return _mapping(kind, values)
     given = dict(values)
     if issubclass(kind, tuple):
-        return _keyed_type(kind)._make(given.get(field) for field in kind._fields)  # type: ignore[attr-defined]
+        return _keyed_type(kind)._make(given.get(field) for field in kind._fields)
     instance = object.__new__(_keyed_type(kind))
     for field in dataclasses.fields(kind):
         object.__setattr__(instance, field.name, given.get(field.name))
@@ -45,11 +45,11 @@ def _mapping(kind: type, values: Sequence[tuple[str, Any]]) -> Any:
 
 
 @functools.cache
-def _keyed_type(kind: type) -> Any:
+def _keyed_type(kind: Any) -> Any:
     def get_item(self: Any, key: Any) -> Any:
         if isinstance(key, str):
             return getattr(self, key)
-        return kind.__getitem__(self, key)  # type: ignore[attr-defined]
+        return kind.__getitem__(self, key)
 
     def keys(self: Any) -> list[str]:
         return list(getattr(kind, "_fields", None) or [field.name for field in dataclasses.fields(kind)])

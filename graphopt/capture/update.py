@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from graphopt.capture.trace import fake_like, new_fake_mode
-from graphopt.ir.program import Origin, Program, Stage, scalar_input
+from graphopt.ir.program import GraphHolder, Origin, Program, Stage, scalar_input
 from graphopt.ir.spec import Input, InputKind, Output, OutputKind, Signature, TensorSpec
 from graphopt.optim.base import Optimizer, ParameterUpdate
 
@@ -240,7 +240,7 @@ class _Appender:
 def _empty_program() -> Program:
     graph = fx.Graph()
     graph.output(())
-    program = Program(fx.GraphModule(torch.nn.Module(), graph), Signature((), ()), stage=Stage.STEP)
+    program = Program(GraphHolder(torch.nn.Module(), graph), Signature((), ()), stage=Stage.STEP)
     program.default_fake_mode = new_fake_mode()
     return program
 

@@ -17,7 +17,7 @@ Built = TypeVar("Built")
 
 
 class SignatureCache(Generic[Built]):
-    """The most recently used ``limit`` graphs. Past the limit the oldest goes, with one warning that says what varied."""
+    """The most recently used ``limit`` graphs. Past it the oldest goes, with one warning that says what varied."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit

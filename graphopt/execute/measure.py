@@ -61,7 +61,7 @@ def _changes(profiler: torch.autograd.profiler.profile) -> list[int]:
     events = profiler.kineto_results.events()
     cpu = torch._C._autograd.DeviceType.CPU
     found = [
-        (event.start_ns(), event.nbytes())
+        (event.start_ns(), event.nbytes())  # type: ignore[attr-defined]
         for event in events
         if event.name() == _MEMORY_EVENT and event.device_type() == cpu
     ]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -49,6 +50,18 @@ def view_model(model: torch.nn.Module) -> ModelView:
                 buffers.setdefault(canonical, buffer)
                 facts.append((canonical, *_facts(buffer)))
     return ModelView(parameters, buffers, tuple(facts), has_hooks, tuple(modules))
+
+
+@contextmanager
+def eval_mode(model: torch.nn.Module) -> Iterator[None]:
+    """Inside, every module of ``model`` is in eval mode; behind it, each is in its own again."""
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        model.eval()
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
 
 
 def _facts(tensor: torch.Tensor) -> tuple[Hashable, ...]:

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import torch
 
+from graphopt.capture.ambient import plain_execution
 from graphopt.capture.batch import BatchBinder, BoundBatch
 from graphopt.capture.export import Captured
 from graphopt.capture.hooks import refuse_module_hooks
@@ -79,7 +80,7 @@ class CompiledModule(torch.nn.Module):
         return self._model.load_state_dict(*args, **kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The requested outputs by name, as attribute and key; the loss (or, without one, every output) has a gradient."""
+        """The requested outputs by name, as attribute and key; the loss (without one, every output) has a gradient."""
         bound = self._builder.binder.bind(args, kwargs)
         view = view_model(self._model)
         if view.has_hooks:
@@ -91,7 +92,7 @@ class CompiledModule(torch.nn.Module):
         refuse_aliased(compiled.executable.program, bound)
         inputs = collect_inputs(compiled.executable.program, view, bound, _no_state)
         if not wrt:
-            with torch.no_grad():
+            with plain_execution():
                 outputs = compiled.executable.run(inputs)
                 write_back(compiled.executable, inputs, outputs)
             return rebuild(compiled.captured.structure, user_outputs(compiled.executable.program, outputs))
@@ -154,8 +155,9 @@ class _CompiledFunction(torch.autograd.Function):
     def forward(ctx: Any, compiled: _Compiled, inputs: list[Any], *sources: torch.Tensor) -> tuple[Any, ...]:
         executable = compiled.executable
         outputs: list[Any] = [None] * len(executable.program.signature.outputs)
-        carried = run_segment(executable.segments[0], inputs, [], outputs)
-        write_back(executable, inputs, outputs)
+        with plain_execution():
+            carried = run_segment(executable.segments[0], inputs, [], outputs)
+            write_back(executable, inputs, outputs)
         values = user_outputs(executable.program, outputs)
         _remember(ctx, compiled, inputs, carried, values)
         roots = _root_positions(executable.program)
@@ -174,8 +176,9 @@ class _CompiledFunction(torch.autograd.Function):
         inputs, carried = _recall(ctx)
         _fill_tangents(program, inputs, tangents)
         outputs: list[Any] = [None] * len(program.signature.outputs)
-        for segment in compiled.executable.segments[1:]:
-            carried = run_segment(segment, inputs, carried, outputs)
+        with plain_execution():
+            for segment in compiled.executable.segments[1:]:
+                carried = run_segment(segment, inputs, carried, outputs)
         gradients = {output.name: outputs[i] for i, output in program.signature.outputs_of(OutputKind.GRAD)}
         return (None, None, *(gradients[name] for name in compiled.wrt))
 

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
+from graphopt.capture.ambient import plain_execution
 from graphopt.capture.batch import BatchBinder, BoundBatch
 from graphopt.capture.export import Captured
 from graphopt.capture.hooks import refuse_module_hooks, refuse_parameter_hooks
@@ -29,8 +30,9 @@ from graphopt.execute.cache import SignatureCache, ambient_key, batch_key, descr
 from graphopt.execute.executable import Executable, run_segment
 from graphopt.execute.inputs import collect_inputs, refuse_aliased, user_outputs, write_back
 from graphopt.execute.interrupts import held_interrupts
-from graphopt.execute.model_view import ModelView, view_model
+from graphopt.execute.model_view import ModelView, eval_mode, view_model
 from graphopt.execute.train_state import TrainState, zeros
+from graphopt.execute.update_info import UpdateInfo, update_info
 from graphopt.ir.program import Program
 from graphopt.ir.spec import Input, InputKind, OutputKind, TensorSpec
 
@@ -59,17 +61,6 @@ class StepBuilder(Protocol):
     def micro_step(self, built: Any) -> Executable: ...
     def window_update(self, parameters: Any, request: UpdateRequest, *, divide: bool) -> Executable: ...
     def evaluation(self, batch: BoundBatch) -> tuple[Captured, Executable]: ...
-
-
-@dataclass(frozen=True)
-class UpdateInfo:
-    """One update: mean loss of its window, global gradient norm (with clipping), and why it was skipped, if it was."""
-
-    loss: float
-    grad_norm: float | None
-    micro_batches: int
-    weight: float
-    skipped: str | None = None
 
 
 @dataclass(frozen=True)
@@ -115,7 +106,7 @@ class TrainStep:
     def eval(self, *args: Any, **kwargs: Any) -> Any:
         """The requested outputs of a forward in eval mode; nothing is updated, modes are as before."""
         bound = self.builder.binder.bind(args, kwargs)
-        with _eval_mode(self.model):
+        with eval_mode(self.model):
             view = view_model(self.model)
             captured, executable, _ = self.evaluations.get(
                 (batch_key(bound), view.key, ambient_key()),
@@ -124,7 +115,7 @@ class TrainStep:
             )
             self.last_executable = self.last_executable or executable
             inputs = collect_inputs(executable.program, view, bound, self._no_state)
-            with torch.no_grad():
+            with plain_execution():
                 outputs = executable.run(inputs)
         return rebuild(captured.structure, user_outputs(executable.program, outputs))
 
@@ -171,7 +162,7 @@ class TrainStep:
         refuse_aliased(program, bound)
         inputs = collect_inputs(program, view, bound, self._state_source(buckets))
         outputs: list[Any] = [None] * len(program.signature.outputs)
-        with torch.no_grad():
+        with plain_execution():
             carried: list[Any] = []
             for segment in executable.segments[:-1]:
                 carried = run_segment(segment, inputs, carried, outputs)
@@ -184,7 +175,7 @@ class TrainStep:
                     run_segment(executable.segments[-1], inputs, carried, outputs)
                     write_back(executable, inputs, outputs)
                     self.state.advance(part.reached)
-                self.last_update = _update_info(self._loss(part, program, outputs), norm)
+                self.last_update = update_info(self._loss(part, program, outputs), norm)
         return rebuild(part.captured.structure, user_outputs(program, outputs))
 
     def _micro_step(self, bound: BoundBatch, view: ModelView) -> Any:
@@ -205,7 +196,7 @@ class TrainStep:
         refuse_aliased(program, bound)
         inputs = collect_inputs(program, view, bound, self._state_source(()), tangent=_tangent(part.weight))
         outputs: list[Any] = [None] * len(program.signature.outputs)
-        with torch.no_grad():
+        with plain_execution():
             carried: list[Any] = []
             for segment in executable.segments[:-1]:
                 carried = run_segment(segment, inputs, carried, outputs)
@@ -240,7 +231,7 @@ class TrainStep:
         outputs: list[Any] = [None] * len(program.signature.outputs)
         loss = float(window.loss) / (weight if window.divides else 1.0)
         micro_batches = window.micro_batches
-        with torch.no_grad():
+        with plain_execution():
             carried: list[Any] = []
             for segment in executable.segments[:-1]:
                 carried = run_segment(segment, inputs, carried, outputs)
@@ -377,30 +368,6 @@ class TrainStep:
         return tuple(f"accumulation: {part[0].weight.reason}" for part in self.parts.built.values())
 
 
-class _DeviceUpdate:
-    """UpdateInfo of a step on a device: the loss is fetched only when somebody looks."""
-
-    micro_batches = 1
-    weight = 1.0
-    skipped = None
-
-    def __init__(self, loss: torch.Tensor, grad_norm: float | None) -> None:
-        # A copy: the loss handed to the user must be free to die with the result.
-        self._loss = loss.clone()
-        self.grad_norm = grad_norm
-
-    @property
-    def loss(self) -> float:
-        """The loss as a Python number."""
-        return float(self._loss)
-
-
-def _update_info(loss: Any, grad_norm: float | None) -> Any:
-    if isinstance(loss, torch.Tensor) and loss.device.type != "cpu":
-        return _DeviceUpdate(loss, grad_norm)
-    return UpdateInfo(float(loss), grad_norm, micro_batches=1, weight=1.0)
-
-
 def _grad_norm(program: Program, outputs: Sequence[Any]) -> float | None:
     for position, output in program.signature.outputs_of(OutputKind.USER):
         if output.name == GRAD_NORM and outputs[position] is not None:
@@ -411,17 +378,6 @@ def _grad_norm(program: Program, outputs: Sequence[Any]) -> float | None:
 def _tangent(weight: LossWeight) -> float:
     """What the backward starts from: a weight that is a node is multiplied in by the graph itself."""
     return weight.weight if isinstance(weight.weight, float) else 1.0
-
-
-@contextmanager
-def _eval_mode(model: torch.nn.Module) -> Iterator[None]:
-    modes = [(module, module.training) for module in model.modules()]
-    try:
-        model.eval()
-        yield
-    finally:
-        for module, training in modes:
-            module.training = training
 
 
 __all__ = ["BatchError", "TrainStep", "UpdateInfo"]

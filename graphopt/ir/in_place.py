@@ -12,7 +12,7 @@ from graphopt.ir.program import Program
 
 
 def in_place_call(program: Program, node: fx.Node, operand: fx.Node) -> fx.Node | None:
-    """A new call before ``node`` that computes the same into ``operand``'s memory; None if the operator has no such form.
+    """A new call before ``node`` that computes the same into ``operand``'s memory; None if there is no such form.
 
     ``add(a, b)`` into ``a`` becomes ``add_(a, b)``; into ``b`` it becomes ``add.out(a, b, out=b)``.
     """

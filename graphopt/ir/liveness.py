@@ -219,5 +219,5 @@ def _unpacked_with_tuple(order: tuple[fx.Node, ...]) -> dict[fx.Node, list[fx.No
     unpacked: dict[fx.Node, list[fx.Node]] = {}
     for node in order:
         if is_unpacked_at_once(node):
-            unpacked[node] = [user for user in node.users]
+            unpacked[node] = list(node.users)
     return unpacked

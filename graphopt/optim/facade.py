@@ -25,7 +25,7 @@ class OptimizerFacade(torch.optim.Optimizer):
         # Schedulers warn unless an update has happened; the compiled step says so after each of its updates.
         self._opt_called = False
 
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Refused: the compiled step applies the update itself."""
         raise UnsupportedError(
             "the update is part of the compiled step: call step(**batch) alone, not optimizer.step()"

@@ -15,7 +15,7 @@ from graphopt.report.data import Report
 
 
 def step_report(executable: Executable, options: Any, *, measure: bool, notes: Sequence[str] = ()) -> Report:
-    """The Report of ``executable``; ``measure``: run it once on random numbers of the same shapes, beside the real state.
+    """The Report of ``executable``; ``measure``: run it once on random numbers of the same shapes.
 
     Measuring allocates a second set of inputs (parameters, state, batch); the real ones are not touched.
     """

@@ -88,7 +88,7 @@ def test_positions_name_outputs_of_tuples_and_nests():
 
 def test_missing_loss_says_so():
     model, ids, _ = make("dataclass")
-    with pytest.raises(OutputError, match="'loss' is missing.*labels"):
+    with pytest.raises(OutputError, match=r"'loss' is missing.*labels"):
         graphopt.compile(model, outputs=["logits", "loss"])(ids=ids, labels=None)
 
 

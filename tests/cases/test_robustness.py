@@ -1,4 +1,4 @@
-"""C76 (compile time and depth) and C77 (memory held after a step, an exception, a new shape); interrupts and failures."""
+"""C76 (compile time and depth), C77 (memory held after a step, an exception, a new shape); interrupts, failures."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import signal
 import threading
 import time
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
@@ -119,7 +120,8 @@ def test_nothing_outlives_a_module_call(no_collector):
 
 
 def open_files() -> int:
-    return len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0
+    folder = Path("/proc/self/fd")
+    return len(list(folder.iterdir())) if folder.is_dir() else 0
 
 
 def test_a_thousand_steps_leave_nothing_behind():

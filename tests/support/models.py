@@ -11,7 +11,7 @@ import transformers
 from torch import nn
 
 VOCABULARY = 97
-LAYERS = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
+LAYERS = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 
 
 @dataclass(frozen=True)
@@ -157,9 +157,7 @@ def _gru_dropout() -> TinyModel:
 
 def _transformer_dropout() -> TinyModel:
     layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.1, batch_first=True)
-    return _classes(
-        Classifier(nn.TransformerEncoder(layer, 2), lambda result: result[:, -1, :3]), torch.randn(4, 5, 8)
-    )
+    return _classes(Classifier(nn.TransformerEncoder(layer, 2), lambda result: result[:, -1, :3]), torch.randn(4, 5, 8))
 
 
 def _odd_dropouts() -> TinyModel:
