@@ -38,11 +38,11 @@ from torch import fx
 
 from graphopt.ir import ops
 from graphopt.ir.liveness import MemoryPlan, forward_end, plan_memory
+from graphopt.ir.merging import Merger
 from graphopt.ir.program import Program
 from graphopt.ir.spec import TensorSpec
 from graphopt.ir.storage import storage_map
-from graphopt.passes.fold_identities import Merger, until_stable
-from graphopt.pipeline.pass_base import Changes, Pass, Refusal
+from graphopt.pipeline.pass_base import Changes, Pass, Refusal, until_stable
 
 TINY_BYTES = 4096
 """What a merge may add to the values kept for backward: one page, less than the bookkeeping of a tensor is worth."""

@@ -27,7 +27,7 @@ Saves: ``numel * itemsize`` bytes while the result and ``x`` both lived, and a p
 Costs: nothing; a value is read longer only in the place of one that is at least as large.
 
 Refuses: ``x * 0``, ``x - x``, ``x / x`` and ``x + 0.0`` for floats, which depend on NaN, infinity and the sign of zero;
-a result that broadcasts ``x`` or has another dtype; and what ``Merger`` in fold_identities.py refuses.
+a result that broadcasts ``x`` or has another dtype; and what ``Merger`` in ir/merging.py refuses.
 """
 
 from __future__ import annotations
@@ -41,9 +41,10 @@ import torch
 from torch import fx
 
 from graphopt.ir import ops
+from graphopt.ir.fake import is_fake
+from graphopt.ir.merging import Merger, same_tensor
 from graphopt.ir.program import Program, Stage
-from graphopt.passes.fold_identities import Merger, same_tensor, until_stable
-from graphopt.pipeline.pass_base import Changes, Pass, Refusal
+from graphopt.pipeline.pass_base import Changes, Pass, Refusal, until_stable
 
 Number = bool | int | float
 
@@ -101,7 +102,7 @@ def _note_uniform(program: Program, node: fx.Node, uniform: dict[fx.Node, Number
 
 def _small_constant(program: Program, node: fx.Node) -> Number | None:
     tensor = program.constant(node)
-    if isinstance(tensor, torch._subclasses.FakeTensor) or not 0 < tensor.numel() <= _MAX_UNIFORM_ELEMENTS:
+    if is_fake(tensor) or not 0 < tensor.numel() <= _MAX_UNIFORM_ELEMENTS:
         return None
     numbers = tensor.flatten().tolist()
     return numbers[0] if len({repr(number) for number in numbers}) == 1 else None

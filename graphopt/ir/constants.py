@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from graphopt.ir import ops
+from graphopt.ir.fake import is_fake
 from graphopt.ir.program import Program
 from graphopt.ir.spec import InputKind
 
@@ -186,7 +187,7 @@ def _obstacles(program: Program) -> dict[fx.Node, str]:
     for node, entry in zip(program.placeholders(), program.signature.inputs, strict=True):
         found[node] = f"depends on {_INPUT_WORDS.get(entry.kind, 'input')} {entry.name}"
     for node in program.constants():
-        if isinstance(program.constant(node), torch._subclasses.FakeTensor):
+        if is_fake(program.constant(node)):
             found[node] = f"depends on {node.target}, which has no content yet"
     for node in program.ops():
         inherited = (found[argument] for argument in _value_arguments(node) if argument in found)

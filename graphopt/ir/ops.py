@@ -9,191 +9,10 @@ from typing import Any
 import torch
 from torch import fx
 
+from graphopt.ir import op_tables as tables
+
 aten = torch.ops.aten
 getitem = operator.getitem
-
-SCALAR_OPS: frozenset[Callable[..., Any]] = frozenset(
-    {operator.add, operator.sub, operator.mul, operator.truediv, operator.pow, operator.neg, max, min}
-)
-"""Arithmetic on Python numbers (learning rate, bias corrections); exact as Python computes it."""
-
-# These draw from the generator only for some arguments; the position of the deciding argument and its idle value.
-_RANDOM_ONLY_IF = {
-    aten.scaled_dot_product_attention.default: (4, "dropout_p", 0.0),
-    aten._scaled_dot_product_flash_attention.default: (3, "dropout_p", 0.0),
-    aten._scaled_dot_product_efficient_attention.default: (5, "dropout_p", 0.0),
-    aten._scaled_dot_product_cudnn_attention.default: (5, "dropout_p", 0.0),
-    aten._scaled_dot_product_flash_attention_for_cpu.default: (3, "dropout_p", 0.0),
-    aten._scaled_dot_product_attention_math.default: (4, "dropout_p", 0.0),
-    aten.native_dropout.default: (2, "train", False),
-    aten.dropout.default: (2, "train", False),
-    aten.lstm.input: (5, "dropout", 0.0),
-    aten.gru.input: (5, "dropout", 0.0),
-}
-
-# Tagged by torch as drawing random numbers, though they only use numbers drawn before.
-_NEVER_RANDOM = frozenset(
-    {
-        aten._scaled_dot_product_flash_attention_backward.default,
-        aten._scaled_dot_product_efficient_attention_backward.default,
-    }
-)
-
-# They check or announce something and return nothing that a graph could depend on.
-_EFFECTS = frozenset(
-    {
-        aten._assert_async.default,
-        aten._assert_async.msg,
-        aten._assert_scalar.default,
-        aten.sym_constrain_range.default,
-        aten.sym_constrain_range_for_size.default,
-        aten._print.default,
-    }
-)
-
-# With ``training`` (argument 5) they write the running mean and variance (arguments 3 and 4); their schemas say they
-# write nothing (torch 2.13).
-_WRITES_RUNNING_STATISTICS = frozenset(
-    {
-        aten.native_batch_norm.default,
-        aten.cudnn_batch_norm.default,
-        aten.miopen_batch_norm.default,
-        aten.batch_norm.default,
-    }
-)
-
-# The result is uninitialised memory: two calls are never the same value.
-_UNINITIALISED = frozenset(
-    {
-        aten.empty.memory_format,
-        aten.empty_like.default,
-        aten.empty_strided.default,
-        aten.empty_permuted.default,
-        aten.new_empty.default,
-        aten.new_empty_strided.default,
-    }
-)
-
-_MATMULS = frozenset(
-    {
-        aten.mm.default,
-        aten.addmm.default,
-        aten.bmm.default,
-        aten.baddbmm.default,
-        aten.matmul.default,
-        aten.linear.default,
-        aten._grouped_mm.default,
-    }
-)
-
-_ATTENTION = frozenset(
-    {
-        aten.scaled_dot_product_attention.default,
-        aten._scaled_dot_product_flash_attention_for_cpu.default,
-        aten._scaled_dot_product_flash_attention.default,
-        aten._scaled_dot_product_efficient_attention.default,
-        aten._scaled_dot_product_cudnn_attention.default,
-    }
-)
-
-_FACTORIES = frozenset(
-    {
-        aten.zeros.default,
-        aten.zeros_like.default,
-        aten.ones.default,
-        aten.ones_like.default,
-        aten.full.default,
-        aten.full_like.default,
-        aten.new_zeros.default,
-        aten.new_ones.default,
-        aten.new_full.default,
-        aten.arange.default,
-        aten.arange.start,
-        aten.arange.start_step,
-        aten.scalar_tensor.default,
-        aten.eye.default,
-        aten.eye.m,
-    }
-)
-
-
-# Pointwise by their definition, but torch 2.13 does not tag them.
-_UNTAGGED_POINTWISE = frozenset(
-    {
-        aten.__and__.Tensor,
-        aten.__and__.Scalar,
-        aten.__or__.Tensor,
-        aten.__or__.Scalar,
-        aten.where.ScalarSelf,
-        aten.where.ScalarOther,
-        aten.where.Scalar,
-        aten.masked_fill.Tensor,
-    }
-)
-
-# The elements of the first argument in the same row-major order; only the shape (and the strides) may differ.
-_ORDER_KEEPING = frozenset(
-    {
-        aten.alias.default,
-        aten.view.default,
-        aten._unsafe_view.default,
-        aten.reshape.default,
-        aten.flatten.using_ints,
-        aten.unsqueeze.default,
-        aten.squeeze.default,
-        aten.squeeze.dim,
-        aten.squeeze.dims,
-        aten.clone.default,
-        aten.contiguous.default,
-    }
-)
-
-
-# The elements of the first argument, unchanged unless the dtype changes; memory, layout or device may be others.
-_COPIES = frozenset(
-    {
-        aten._to_copy.default,
-        aten.lift_fresh.default,
-        aten.lift_fresh_copy.default,
-        aten.detach.default,
-        aten.detach_copy.default,
-        aten.alias_copy.default,
-    }
-)
-
-# The whole new shape is an argument, so what shape the input had does not matter.
-_RESHAPES = frozenset({aten.view.default, aten._unsafe_view.default, aten.reshape.default})
-
-_ARITHMETIC = {
-    aten.add.Tensor: "add",
-    aten.add.Scalar: "add",
-    aten.sub.Tensor: "sub",
-    aten.sub.Scalar: "sub",
-    aten.mul.Tensor: "mul",
-    aten.mul.Scalar: "mul",
-    aten.div.Tensor: "div",
-    aten.div.Scalar: "div",
-    aten.div.Tensor_mode: "div",
-    aten.div.Scalar_mode: "div",
-    aten.pow.Tensor_Scalar: "pow",
-}
-_INVOLUTIONS = frozenset({aten.neg.default, aten.logical_not.default, aten.bitwise_not.default})
-
-# Factories that give one number everywhere: the number, or the position of the argument that holds it.
-_FILLS_WITH = {
-    aten.zeros.default: 0,
-    aten.zeros_like.default: 0,
-    aten.new_zeros.default: 0,
-    aten.ones.default: 1,
-    aten.ones_like.default: 1,
-    aten.new_ones.default: 1,
-}
-_FILLS_WITH_ARGUMENT = {
-    aten.scalar_tensor.default: 0,
-    aten.full.default: 1,
-    aten.full_like.default: 1,
-    aten.new_full.default: 2,
-}
 
 
 def is_call(node: fx.Node, *targets: Callable[..., Any]) -> bool:
@@ -208,7 +27,7 @@ def is_getitem(node: fx.Node) -> bool:
 
 def is_scalar_op(node: fx.Node) -> bool:
     """Whether ``node`` is arithmetic on Python numbers."""
-    return node.op == "call_function" and node.target in SCALAR_OPS
+    return node.op == "call_function" and node.target in tables.SCALAR_OPS
 
 
 def overload(node: fx.Node) -> torch._ops.OpOverload | None:
@@ -226,11 +45,11 @@ def argument(node: fx.Node, position: int, name: str, default: Any = None) -> An
 def is_random(node: fx.Node) -> bool:
     """Whether running ``node`` draws random numbers (advances a generator)."""
     op = overload(node)
-    if op is None or op in _NEVER_RANDOM:
+    if op is None or op in tables.NEVER_RANDOM:
         return False
-    if torch.Tag.nondeterministic_seeded not in op.tags and op not in _RANDOM_ONLY_IF:
+    if torch.Tag.nondeterministic_seeded not in op.tags and op not in tables.RANDOM_ONLY_IF:
         return False
-    rule = _RANDOM_ONLY_IF.get(op)
+    rule = tables.RANDOM_ONLY_IF.get(op)
     if rule is None:
         return True
     position, name, idle = rule
@@ -254,7 +73,7 @@ def mutated_arguments(node: fx.Node) -> Iterator[fx.Node]:
 
 def writes_running_statistics(node: fx.Node) -> bool:
     """Whether ``node`` is a normalisation that writes its running statistics though its schema does not say so."""
-    if overload(node) not in _WRITES_RUNNING_STATISTICS:
+    if overload(node) not in tables.WRITES_RUNNING_STATISTICS:
         return False
     has_statistics = isinstance(argument(node, 3, "running_mean"), fx.Node)
     return has_statistics and argument(node, 5, "training", False) is not False
@@ -273,7 +92,7 @@ def has_effect(node: fx.Node) -> bool:
     op = overload(node)
     if op is None:
         return False
-    if op in _EFFECTS or writes_running_statistics(node):
+    if op in tables.EFFECTS or writes_running_statistics(node):
         return True
     return op._schema.is_mutable or not op._schema.returns
 
@@ -288,18 +107,18 @@ def is_view(node: fx.Node) -> bool:
 
 def is_uninitialised(node: fx.Node) -> bool:
     """Whether the result is memory with no defined content."""
-    return overload(node) in _UNINITIALISED
+    return overload(node) in tables.UNINITIALISED
 
 
 def is_factory(node: fx.Node) -> bool:
     """Whether ``node`` makes a tensor from sizes and numbers alone (``zeros``, ``arange``, ...)."""
-    return overload(node) in _FACTORIES
+    return overload(node) in tables.FACTORIES
 
 
 def is_pointwise(node: fx.Node) -> bool:
     """Whether each element of the result depends on one element of each argument, after broadcasting."""
     op = overload(node)
-    return op is not None and (torch.Tag.pointwise in op.tags or op in _UNTAGGED_POINTWISE)
+    return op is not None and (torch.Tag.pointwise in op.tags or op in tables.UNTAGGED_POINTWISE)
 
 
 def is_conversion(node: fx.Node) -> bool:
@@ -314,17 +133,17 @@ def is_expand(node: fx.Node) -> bool:
 
 def keeps_order(node: fx.Node) -> bool:
     """Whether the result holds the elements of the first argument in the same row-major order, in another shape."""
-    return overload(node) in _ORDER_KEEPING
+    return overload(node) in tables.ORDER_KEEPING
 
 
 def is_matmul(node: fx.Node) -> bool:
     """Whether ``node`` is a matrix product."""
-    return overload(node) in _MATMULS
+    return overload(node) in tables.MATMULS
 
 
 def is_attention(node: fx.Node) -> bool:
     """Whether ``node`` is a fused attention product."""
-    return overload(node) in _ATTENTION
+    return overload(node) in tables.ATTENTION
 
 
 def copied_argument(node: fx.Node) -> fx.Node | None:
@@ -345,7 +164,7 @@ def copied_argument(node: fx.Node) -> fx.Node | None:
         first = filled[0] if len(filled) == 1 else None
     elif op is aten.dropout.default:
         first = None if is_random(node) else first
-    elif op not in _COPIES and not keeps_order(node):
+    elif op not in tables.COPIES and not keeps_order(node):
         return None
     return first if isinstance(first, fx.Node) else None
 
@@ -361,25 +180,25 @@ def stops_gradient(node: fx.Node) -> bool:
 
 def is_reshape(node: fx.Node) -> bool:
     """Whether ``node`` gives the elements of its argument, in row-major order, the shape of its second argument."""
-    return overload(node) in _RESHAPES
+    return overload(node) in tables.RESHAPES
 
 
 def arithmetic(node: fx.Node) -> str | None:
     """The arithmetic: ``add``, ``sub`` (with ``alpha``), ``mul``, ``div`` (with ``rounding_mode``) or ``pow``."""
-    return _ARITHMETIC.get(overload(node))  # type: ignore[arg-type]
+    return tables.ARITHMETIC.get(overload(node))  # type: ignore[arg-type]
 
 
 def undoes_itself(node: fx.Node) -> bool:
     """Whether applying ``node``'s operator twice gives the first argument again (if the dtype is the same)."""
-    return overload(node) in _INVOLUTIONS
+    return overload(node) in tables.INVOLUTIONS
 
 
 def fill_value(node: fx.Node) -> Any:
     """The one number that all elements of a factory's result have (a node when it is computed), or None."""
     op = overload(node)
-    if op in _FILLS_WITH_ARGUMENT:
-        return argument(node, _FILLS_WITH_ARGUMENT[op], "fill_value")
-    return _FILLS_WITH.get(op)  # type: ignore[arg-type]
+    if op in tables.FILLS_WITH_ARGUMENT:
+        return argument(node, tables.FILLS_WITH_ARGUMENT[op], "fill_value")
+    return tables.FILLS_WITH.get(op)  # type: ignore[arg-type]
 
 
 def is_pure(node: fx.Node) -> bool:

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from graphopt.errors import ProgramError
+from graphopt.ir.fake import FakeTensor, FakeTensorMode
 from graphopt.ir.spec import Input, Output, ScalarSpec, Signature, TensorSpec
 
 if TYPE_CHECKING:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from graphopt.ir.fake import is_fake
 from graphopt.ir.program import Program
 from graphopt.ir.spec import TensorSpec
 
@@ -116,6 +117,6 @@ def _stride_text(spec: TensorSpec) -> str:
 
 def _small_constant(tensor: torch.Tensor) -> str:
     """The content of a tiny constant; dumps never grow with weights."""
-    if tensor.numel() > 8 or isinstance(tensor, torch._subclasses.FakeTensor):
+    if tensor.numel() > 8 or is_fake(tensor):
         return ""
     return f"({tensor.tolist()})"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from enum import StrEnum
 from typing import ClassVar
@@ -75,6 +76,16 @@ class Pass(ABC):
     def __str__(self) -> str:
         options = ",".join(f"{name}={value}" for name, value in self.options().items())
         return f"{self.name}{{{options}}}" if options else self.name
+
+
+def until_stable(program: Program, sweep: Callable[[Program], Changes]) -> Changes:
+    """The sum of the changes of ``sweep``, run until it changes nothing, and the refusals of its last run."""
+    count = 0
+    while True:
+        changes = sweep(program)
+        count += changes.count
+        if not changes.count:
+            return Changes(count, changes.refusals)
 
 
 @dataclass(frozen=True)

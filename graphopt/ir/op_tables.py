@@ -1,0 +1,194 @@
+"""The operators each fact in ``ops.py`` is about, as literal sets. Ask ``ops.py``; nothing else reads these."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+aten = torch.ops.aten
+
+SCALAR_OPS: frozenset[Callable[..., Any]] = frozenset(
+    {operator.add, operator.sub, operator.mul, operator.truediv, operator.pow, operator.neg, max, min}
+)
+"""Arithmetic on Python numbers (learning rate, bias corrections); exact as Python computes it."""
+
+# These draw from the generator only for some arguments; the position of the deciding argument and its idle value.
+RANDOM_ONLY_IF = {
+    aten.scaled_dot_product_attention.default: (4, "dropout_p", 0.0),
+    aten._scaled_dot_product_flash_attention.default: (3, "dropout_p", 0.0),
+    aten._scaled_dot_product_efficient_attention.default: (5, "dropout_p", 0.0),
+    aten._scaled_dot_product_cudnn_attention.default: (5, "dropout_p", 0.0),
+    aten._scaled_dot_product_flash_attention_for_cpu.default: (3, "dropout_p", 0.0),
+    aten._scaled_dot_product_attention_math.default: (4, "dropout_p", 0.0),
+    aten.native_dropout.default: (2, "train", False),
+    aten.dropout.default: (2, "train", False),
+    aten.lstm.input: (5, "dropout", 0.0),
+    aten.gru.input: (5, "dropout", 0.0),
+}
+
+# Tagged by torch as drawing random numbers, though they only use numbers drawn before.
+NEVER_RANDOM = frozenset(
+    {
+        aten._scaled_dot_product_flash_attention_backward.default,
+        aten._scaled_dot_product_efficient_attention_backward.default,
+    }
+)
+
+# They check or announce something and return nothing that a graph could depend on.
+EFFECTS = frozenset(
+    {
+        aten._assert_async.default,
+        aten._assert_async.msg,
+        aten._assert_scalar.default,
+        aten.sym_constrain_range.default,
+        aten.sym_constrain_range_for_size.default,
+        aten._print.default,
+    }
+)
+
+# With ``training`` (argument 5) they write the running mean and variance (arguments 3 and 4); their schemas say they
+# write nothing (torch 2.13).
+WRITES_RUNNING_STATISTICS = frozenset(
+    {
+        aten.native_batch_norm.default,
+        aten.cudnn_batch_norm.default,
+        aten.miopen_batch_norm.default,
+        aten.batch_norm.default,
+    }
+)
+
+# The result is uninitialised memory: two calls are never the same value.
+UNINITIALISED = frozenset(
+    {
+        aten.empty.memory_format,
+        aten.empty_like.default,
+        aten.empty_strided.default,
+        aten.empty_permuted.default,
+        aten.new_empty.default,
+        aten.new_empty_strided.default,
+    }
+)
+
+MATMULS = frozenset(
+    {
+        aten.mm.default,
+        aten.addmm.default,
+        aten.bmm.default,
+        aten.baddbmm.default,
+        aten.matmul.default,
+        aten.linear.default,
+        aten._grouped_mm.default,
+    }
+)
+
+ATTENTION = frozenset(
+    {
+        aten.scaled_dot_product_attention.default,
+        aten._scaled_dot_product_flash_attention_for_cpu.default,
+        aten._scaled_dot_product_flash_attention.default,
+        aten._scaled_dot_product_efficient_attention.default,
+        aten._scaled_dot_product_cudnn_attention.default,
+    }
+)
+
+FACTORIES = frozenset(
+    {
+        aten.zeros.default,
+        aten.zeros_like.default,
+        aten.ones.default,
+        aten.ones_like.default,
+        aten.full.default,
+        aten.full_like.default,
+        aten.new_zeros.default,
+        aten.new_ones.default,
+        aten.new_full.default,
+        aten.arange.default,
+        aten.arange.start,
+        aten.arange.start_step,
+        aten.scalar_tensor.default,
+        aten.eye.default,
+        aten.eye.m,
+    }
+)
+
+
+# Pointwise by their definition, but torch 2.13 does not tag them.
+UNTAGGED_POINTWISE = frozenset(
+    {
+        aten.__and__.Tensor,
+        aten.__and__.Scalar,
+        aten.__or__.Tensor,
+        aten.__or__.Scalar,
+        aten.where.ScalarSelf,
+        aten.where.ScalarOther,
+        aten.where.Scalar,
+        aten.masked_fill.Tensor,
+    }
+)
+
+# The elements of the first argument in the same row-major order; only the shape (and the strides) may differ.
+ORDER_KEEPING = frozenset(
+    {
+        aten.alias.default,
+        aten.view.default,
+        aten._unsafe_view.default,
+        aten.reshape.default,
+        aten.flatten.using_ints,
+        aten.unsqueeze.default,
+        aten.squeeze.default,
+        aten.squeeze.dim,
+        aten.squeeze.dims,
+        aten.clone.default,
+        aten.contiguous.default,
+    }
+)
+
+
+# The elements of the first argument, unchanged unless the dtype changes; memory, layout or device may be others.
+COPIES = frozenset(
+    {
+        aten._to_copy.default,
+        aten.lift_fresh.default,
+        aten.lift_fresh_copy.default,
+        aten.detach.default,
+        aten.detach_copy.default,
+        aten.alias_copy.default,
+    }
+)
+
+# The whole new shape is an argument, so what shape the input had does not matter.
+RESHAPES = frozenset({aten.view.default, aten._unsafe_view.default, aten.reshape.default})
+
+ARITHMETIC = {
+    aten.add.Tensor: "add",
+    aten.add.Scalar: "add",
+    aten.sub.Tensor: "sub",
+    aten.sub.Scalar: "sub",
+    aten.mul.Tensor: "mul",
+    aten.mul.Scalar: "mul",
+    aten.div.Tensor: "div",
+    aten.div.Scalar: "div",
+    aten.div.Tensor_mode: "div",
+    aten.div.Scalar_mode: "div",
+    aten.pow.Tensor_Scalar: "pow",
+}
+INVOLUTIONS = frozenset({aten.neg.default, aten.logical_not.default, aten.bitwise_not.default})
+
+# Factories that give one number everywhere: the number, or the position of the argument that holds it.
+FILLS_WITH = {
+    aten.zeros.default: 0,
+    aten.zeros_like.default: 0,
+    aten.new_zeros.default: 0,
+    aten.ones.default: 1,
+    aten.ones_like.default: 1,
+    aten.new_ones.default: 1,
+}
+FILLS_WITH_ARGUMENT = {
+    aten.scalar_tensor.default: 0,
+    aten.full.default: 1,
+    aten.full_like.default: 1,
+    aten.new_full.default: 2,
+}
