@@ -15,6 +15,7 @@ from torch._functorch._aot_autograd.logging_utils import setup_stacktrace_preser
 from graphopt.capture.origins import write_origins
 from graphopt.capture.trace import fake_like, program_from_trace, trace_functional
 from graphopt.errors import OutputError
+from graphopt.ir.dataflow import depends_on
 from graphopt.ir.program import Program, Stage
 from graphopt.ir.spec import Input, InputKind, Output, OutputKind, TensorSpec
 
@@ -144,18 +145,11 @@ def _last_cut(program: Program, root: str) -> str:
 
 def _check_reach(program: Program, root: str, wrt: Sequence[str]) -> None:
     """Raise OutputError unless some trainable input leads to ``root`` in the graph at all."""
+    value = program.output_named(root)
+    inputs = zip(program.placeholders(), program.signature.inputs, strict=True)
     wanted = set(wrt)
-    pending = [program.output_named(root)]
-    seen: set[fx.Node] = set()
-    names = dict(zip(program.placeholders(), (entry.name for entry in program.signature.inputs), strict=True))
-    while pending:
-        node = pending.pop()
-        if not isinstance(node, fx.Node) or node in seen:
-            continue
-        seen.add(node)
-        if names.get(node) in wanted:
-            return
-        pending.extend(node.all_input_nodes)
+    if isinstance(value, fx.Node) and depends_on(program, value, [node for node, e in inputs if e.name in wanted]):
+        return
     parameters = [entry.name for _, entry in program.signature.inputs_of(InputKind.PARAM)]
     frozen = f"{len(parameters)} parameters, {len([name for name in parameters if name in wanted])} of them trainable"
     raise OutputError(

@@ -12,6 +12,7 @@ import torch
 from torch import fx
 
 from graphopt.ir import ops
+from graphopt.ir.dataflow import depends_on
 from graphopt.ir.program import Program
 from graphopt.ir.spec import InputKind
 
@@ -135,14 +136,5 @@ def _scaled_or_reshaped(program: Program, node: fx.Node) -> object:
 
 
 def _depends_on_parameters(program: Program, node: fx.Node) -> bool:
-    kinds = dict(zip(program.placeholders(), (entry.kind for entry in program.signature.inputs), strict=True))
-    pending, seen = [node], set()
-    while pending:
-        current = pending.pop()
-        if current in seen:
-            continue
-        seen.add(current)
-        if kinds.get(current) is InputKind.PARAM:
-            return True
-        pending.extend(current.all_input_nodes)
-    return False
+    inputs = zip(program.placeholders(), program.signature.inputs, strict=True)
+    return depends_on(program, node, [source for source, entry in inputs if entry.kind is InputKind.PARAM])

@@ -62,6 +62,7 @@ class _Emitter:
         self.plan = plan
         self.segments = split_segments(program, plan)
         self.position = {node: i for i, node in enumerate(plan.order)}
+        self.written_at = {w.value: i for i, writes in enumerate(plan.write_after) for w in writes}
         self.unpacked = {node for node in plan.order if ops.is_getitem(node) and is_unpacked_at_once(node.args[0])}  # type: ignore[arg-type]
 
     def function(self, segment: Segment, *, last: bool) -> str:
@@ -108,8 +109,7 @@ class _Emitter:
             if self.position[made_by] >= start or is_unpacked_at_once(node):  # type: ignore[index]
                 continue
             used_later = any(self.position.get(user, -1) >= start for user in node.users)
-            written_later = any(write.value is node for writes in self.plan.write_after[start:] for write in writes)
-            if used_later or written_later:
+            if used_later or self.written_at.get(node, -1) >= start:
                 carried.append(node)
         return carried
 

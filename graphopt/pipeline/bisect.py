@@ -12,7 +12,8 @@ from graphopt.ir.program import Program
 from graphopt.ir.spec import OutputKind
 from graphopt.ir.text_diff import text_diff
 from graphopt.pipeline.pass_base import Numerics, Pass
-from graphopt.pipeline.pipeline import NUMERIC_TOLERANCE, Pipeline, Verify
+from graphopt.pipeline.pipeline import Pipeline, Verify
+from graphopt.pipeline.prove import NUMERIC_TOLERANCE
 
 _INFINITE = float("inf")
 _NUM_DIFFERENCES = 10

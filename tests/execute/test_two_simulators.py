@@ -55,7 +55,9 @@ def peak_of_text(executable: Executable) -> int:
                     producer = next(nodes[item.id].args[0] for item in target.elts if item.id != "_")
                     names["_"] = held_storages(producer.meta["val"])
                     peak = max(peak, level() + workspace(producer))
-                    names.update({item.id: held_storages(nodes[item.id].meta["val"]) for item in target.elts if item.id != "_"})
+                    names.update(
+                        {item.id: held_storages(nodes[item.id].meta["val"]) for item in target.elts if item.id != "_"}
+                    )
                     if all(item.id != "_" for item in target.elts):
                         names.pop("_")
                 else:
