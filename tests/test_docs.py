@@ -13,6 +13,7 @@ from __future__ import annotations
 import importlib.util
 import re
 import shlex
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -60,10 +61,21 @@ def page_id(page: Path) -> str:
     return page.name
 
 
-@pytest.mark.parametrize("page", PAGES, ids=page_id)
-def test_every_block_does_what_it_says(page, tmp_path, monkeypatch):
+@pytest.fixture
+def reader_folder(tmp_path, monkeypatch):
+    """An empty current folder; modules imported from it are forgotten afterwards."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("GRAPHOPT_DUMP", raising=False)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    before = set(sys.modules)
+    yield tmp_path
+    for name in set(sys.modules) - before:
+        if Path(getattr(sys.modules[name], "__file__", None) or "").is_relative_to(tmp_path):
+            del sys.modules[name]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
+def test_every_block_does_what_it_says(page, reader_folder):
     namespace: dict[str, object] = {"__name__": page.stem}
     for block in blocks_of(page):
         if block.mark.startswith("file: "):

@@ -40,6 +40,7 @@ class BatchBinder:
     """Binds calls to a model's forward. ``allow_extra``: unknown keywords are kept for the loss function."""
 
     def __init__(self, model: torch.nn.Module, *, allow_extra: bool) -> None:
+        self.model = model
         self.signature = inspect.signature(model.forward)
         self.allow_extra = allow_extra
         kinds = {parameter.kind for parameter in self.signature.parameters.values()}
@@ -58,7 +59,7 @@ class BatchBinder:
             names = [f"batch.{position}" for position in range(len(leaves))]
         positions = tuple(i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor))
         return BoundBatch(
-            names=tuple(names[i] for i in positions),
+            names=tuple(self._apart_from_parameters(names[i]) for i in positions),
             tensors=tuple(leaves[i] for i in positions),
             leaves=tuple(None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves),
             tensor_positions=positions,
@@ -74,6 +75,16 @@ class BatchBinder:
             accepted = list(self.signature.parameters)
             raise BatchError(f"the model's forward takes no {', '.join(map(repr, extra))}; it accepts {accepted}")
         return known, extra
+
+    def _apart_from_parameters(self, name: str) -> str:
+        """``name``, or ``batch.name`` where a parameter or buffer is called so: each input has a name of its own."""
+        for find in (self.model.get_parameter, self.model.get_buffer):
+            try:
+                find(name)
+            except AttributeError:
+                continue
+            return f"batch.{name}"
+        return name
 
     def _leaf_names(self, bound: inspect.BoundArguments, extra: Mapping[str, Any]) -> list[str]:
         parameters = list(self.signature.parameters.values())

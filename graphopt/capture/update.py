@@ -16,7 +16,7 @@ from graphopt.optim.base import Optimizer, ParameterUpdate
 
 aten = torch.ops.aten
 
-GRAD_NORM = "grad_norm"
+GRAD_NORM = "graphopt.grad_norm"  # a name no user output can have by accident
 CLIP_SCALAR = "clip_grad_norm"
 WINDOW = "window"
 WINDOW_WEIGHT = "window_weight"

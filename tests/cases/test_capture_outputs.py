@@ -155,3 +155,25 @@ def test_loss_function_may_use_batch_entries_the_model_does_not_take():
 def test_string_for_outputs_is_refused():
     with pytest.raises(OutputError, match=r"outputs=\['loss'\]"):
         graphopt.compile(nn.Linear(2, 2), outputs="loss")
+
+
+def test_names_shared_by_batch_parameters_and_outputs_stay_apart():
+    class SameNames(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.tensor([1.0, 2.0]))
+
+        def forward(self, scale, grad_norm):
+            return {"loss": (self.scale * scale * grad_norm).sum(), "grad_norm": grad_norm * 2}
+
+    model = SameNames()
+    step = graphopt.compile(
+        model, outputs=["loss", "grad_norm"], optimizer=graphopt.optim.SGD(lr=1.0), clip_grad_norm=100.0
+    )
+    out = step(scale=torch.tensor([3.0, 4.0]), grad_norm=torch.tensor([1.0, 1.0]))
+    assert torch.equal(model.scale, torch.tensor([-2.0, -2.0]))
+    assert torch.equal(out.grad_norm, torch.tensor([2.0, 2.0])) and step.last_update.grad_norm == 5.0
+    module = graphopt.compile(model, outputs=["loss"])
+    scale = torch.tensor([3.0, 4.0], requires_grad=True)
+    module(scale, torch.ones(2)).loss.backward()
+    assert torch.equal(scale.grad, model.scale) and torch.equal(model.scale.grad, scale)

@@ -138,7 +138,7 @@ def test_what_is_not_supported_says_what_to_do():
 
 
 def test_group_mistakes_are_named():
-    with pytest.raises(UnsupportedError, match="'\\*.scale', which no parameter matches"):
+    with pytest.raises(UnsupportedError, match=r"'\*\.scale', which no parameter matches"):
         compiled(network(), optim.SGD(lr=0.1, groups=[{"params": ["*.scale"], "lr": 0.0}]))
     with pytest.raises(UnsupportedError, match=r"'0.bias' is in groups 0 and 1"):
         compiled(network(), optim.SGD(lr=0.1, groups=[{"params": ["*.bias"]}, {"params": ["0.*"]}]))
