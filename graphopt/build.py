@@ -19,6 +19,7 @@ from graphopt.capture.update import UpdateRequest, append_update, append_window,
 from graphopt.errors import OutputError
 from graphopt.execute.executable import Executable, build_executable
 from graphopt.execute.workspace import MeasuredWorkspace
+from graphopt.ir.hazards import protect_backward_reads, separate_updates
 from graphopt.ir.program import Program, Stage
 from graphopt.ir.spec import UPDATE_KINDS, InputKind, OutputKind, TensorSpec
 from graphopt.optim.base import Optimizer
@@ -37,6 +38,7 @@ class BuiltGradient:
     joint: Program
     weight: LossWeight
     dump: Dump | None
+    differentiable: tuple[str, ...] = ()
 
     @property
     def reached(self) -> tuple[str, ...]:
@@ -93,7 +95,8 @@ class Builder:
         if dump is not None:
             dump.mark("joint", joint)
         joint = self.run_passes(joint, Stage.JOINT, dump)
-        return BuiltGradient(captured, joint, self._weight(joint, captured.loss_name), dump)
+        differentiable = () if self.options.optimizer else differentiable_outputs(captured.program, wrt=wrt)
+        return BuiltGradient(captured, joint, self._weight(joint, captured.loss_name), dump, differentiable)
 
     def _weight(self, joint: Program, loss: str | None) -> LossWeight:
         accumulate = self.options.accumulate
@@ -128,6 +131,7 @@ class Builder:
         """Forward and backward whose gradients are outputs."""
         program = built.joint.copy()
         program.stage = Stage.STEP
+        protect_backward_reads(program)
         return self._finish(program, built.dump, title="forward-backward")
 
     def evaluation(self, batch: BoundBatch) -> tuple[Captured, Executable]:
@@ -151,6 +155,7 @@ class Builder:
         return captured, self._finish(program, dump, title="forward")
 
     def _finish(self, program: Program, dump: Dump | None, *, title: str) -> Executable:
+        separate_updates(program)
         if dump is not None:
             dump.mark(title, program)
         with without_autocast():

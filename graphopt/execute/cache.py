@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from typing import Generic, TypeVar
@@ -12,6 +13,8 @@ import torch
 from graphopt.capture.batch import BoundBatch
 
 log = logging.getLogger(__name__)
+
+_COMPILING = threading.RLock()
 
 Built = TypeVar("Built")
 
@@ -30,7 +33,9 @@ class SignatureCache(Generic[Built]):
         if key in self.built:
             self.built.move_to_end(key)
             return self.built[key]
-        found = build()
+        # torch's tracers patch process-wide state, and some random factories draw while they are traced.
+        with _COMPILING, torch.random.fork_rng(), torch.inference_mode(False):
+            found = build()
         self.compiled += 1
         self.built[key] = found
         if len(self.built) > self.limit:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import linecache
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -73,4 +74,6 @@ def build_executable(program: Program, *, title: str) -> Executable:
         CompiledSegment(part.name, function, produced_outputs(program, plan, part, parts))
         for part, function in zip(parts, namespace["SEGMENTS"], strict=True)
     )
-    return Executable(program, plan, source, compiled)
+    executable = Executable(program, plan, source, compiled)
+    weakref.finalize(executable, linecache.cache.pop, filename, None)
+    return executable

@@ -19,8 +19,9 @@ from graphopt.execute.cache import SignatureCache, ambient_key, batch_key, descr
 from graphopt.execute.executable import Executable, run_segment
 from graphopt.execute.inputs import collect_inputs, refuse_aliased, user_outputs, write_back
 from graphopt.execute.model_view import ModelView, view_model
+from graphopt.ir.liveness import forward_end
 from graphopt.ir.program import Program
-from graphopt.ir.spec import Input, InputKind, OutputKind
+from graphopt.ir.spec import Input, InputKind, OutputKind, TensorSpec
 
 
 class ModuleBuilder(Protocol):
@@ -38,10 +39,15 @@ class ModuleBuilder(Protocol):
 
 @dataclass(frozen=True)
 class _Compiled:
+    """``saved``: positions of the inputs that the backward reads; ``undifferentiated``: positions (among user outputs)
+    of those that have a gradient in eager but none here."""
+
     captured: Captured
     executable: Executable
     wrt: tuple[str, ...]
     modules: tuple[torch.nn.Module, ...]
+    saved: tuple[int, ...] = ()
+    undifferentiated: tuple[int, ...] = ()
 
 
 class CompiledModule(torch.nn.Module):
@@ -53,7 +59,6 @@ class CompiledModule(torch.nn.Module):
         # The same dicts, not copies: keys, modes, moves and replacements are the model's own.
         for name in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
             self.__dict__[name] = model.__dict__[name]
-        self.__dict__["training"] = model.training
         self.__dict__["_model"] = model
         self.__dict__["_builder"] = builder
         self.__dict__["_cache"] = SignatureCache(builder.options.max_signatures)
@@ -65,10 +70,27 @@ class CompiledModule(torch.nn.Module):
         except AttributeError:
             return getattr(self.__dict__["_model"], name)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        model = self.__dict__.get("_model")
+        if model is None:
+            super().__setattr__(name, value)
+        else:
+            setattr(model, name, value)
+
+    @property
+    def training(self) -> bool:
+        """The model's own mode."""
+        model = self.__dict__.get("_model")
+        return True if model is None else bool(model.training)
+
+    @training.setter
+    def training(self, mode: bool) -> None:
+        if "_model" in self.__dict__:
+            self.__dict__["_model"].training = mode
+
     def train(self, mode: bool = True) -> CompiledModule:
-        """Set the mode of this module, the model and everything below."""
-        super().train(mode)
-        self._model.training = mode
+        """Set the mode of the model and everything below."""
+        self._model.train(mode)
         return self
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
@@ -82,7 +104,7 @@ class CompiledModule(torch.nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The requested outputs by name, as attribute and key; the loss (without one, every output) has a gradient."""
         bound = self._builder.binder.bind(args, kwargs)
-        view = view_model(self._model)
+        view = view_model(self._model, self._builder.options.loss)
         if view.has_hooks:
             refuse_module_hooks(self._model)
         wrt = self._differentiated(bound, view)
@@ -97,8 +119,11 @@ class CompiledModule(torch.nn.Module):
                 write_back(compiled.executable, inputs, outputs)
             return rebuild(compiled.captured.structure, user_outputs(compiled.executable.program, outputs))
         sources = [_by_name(name, view, bound) for name in compiled.wrt]
-        values = _CompiledFunction.apply(compiled, inputs, *sources)
-        return rebuild(compiled.captured.structure, list(values))
+        values = list(_CompiledFunction.apply(compiled, inputs, *sources))
+        for position in compiled.undifferentiated:
+            anchor = values[min(_root_positions(compiled.executable.program))]
+            values[position] = _NoGradient.apply(values[position], anchor)
+        return rebuild(compiled.captured.structure, values)
 
     def _differentiated(self, bound: BoundBatch, view: ModelView) -> tuple[str, ...]:
         if not torch.is_grad_enabled():
@@ -113,7 +138,14 @@ class CompiledModule(torch.nn.Module):
             return _Compiled(captured, executable, (), view.modules)
         part = self._builder.gradient(bound, wrt=wrt, title="forward-backward")
         executable = self._builder.module_step(part)
-        return _Compiled(part.captured, executable, part.reached, view.modules)
+        return _Compiled(
+            part.captured,
+            executable,
+            part.reached,
+            view.modules,
+            saved=_read_in_backward(executable),
+            undifferentiated=_undifferentiated(executable.program, part.differentiable),
+        )
 
     def report(self, *, measure: bool = False) -> Any:
         """The report of what ran last; see ``TrainStep.report``."""
@@ -188,7 +220,7 @@ def _remember(ctx: Any, compiled: _Compiled, inputs: list[Any], carried: list[An
     that backward empties as it goes."""
     returned = {id(value): i for i, value in enumerate(values)}
     ctx.compiled = compiled
-    ctx.tensor_inputs = [i for i, value in enumerate(inputs) if isinstance(value, torch.Tensor)]
+    ctx.tensor_inputs = compiled.saved
     ctx.num_inputs = len(inputs)
     ctx.returned = [(i, returned[id(value)]) for i, value in enumerate(carried) if id(value) in returned]
     ctx.carried = [None if id(value) in returned else value for value in carried]
@@ -214,12 +246,49 @@ def _recall(ctx: Any) -> tuple[list[Any], list[Any]]:
     return inputs, carried
 
 
+class _NoGradient(torch.autograd.Function):
+    """An output beside the loss: whoever sends a gradient into it is told that it would be lost."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
+        raise UnsupportedError(
+            "only the loss of this compiled module has a gradient, but backward() came through another output as well. "
+            "Compute the whole loss inside with loss=function(outputs, batch), leave the loss out of outputs=[...] so that "
+            "every output has a gradient, or detach() the output"
+        )
+
+
+def _undifferentiated(program: Program, differentiable: Sequence[str]) -> tuple[int, ...]:
+    roots = _root_positions(program)
+    users = [output.name for _, output in program.signature.outputs_of(OutputKind.USER)]
+    return tuple(i for i, name in enumerate(users) if name in differentiable and i not in roots)
+
+
+def _read_in_backward(executable: Executable) -> tuple[int, ...]:
+    """Positions of the tensor inputs that the segments behind the forward read."""
+    program = executable.program
+    late = executable.plan.order[forward_end(program) :]
+    read = {argument for node in late for argument in node.all_input_nodes}
+    return tuple(
+        i
+        for i, (node, entry) in enumerate(zip(program.placeholders(), program.signature.inputs, strict=True))
+        if node in read and entry.kind is not InputKind.TANGENT
+    )
+
+
 def _fill_tangents(program: Program, inputs: list[Any], tangents: Sequence[torch.Tensor | None]) -> None:
     users = [output for _, output in program.signature.outputs_of(OutputKind.USER)]
     given = {output.name: tangent for output, tangent in zip(users, tangents, strict=True)}
     for i, entry in program.signature.inputs_of(InputKind.TANGENT):
         tangent = given[entry.name.removeprefix("tangent.")]
-        inputs[i] = torch.zeros_like(inputs[i]) if tangent is None else tangent.contiguous()
+        if tangent is None:
+            assert isinstance(entry.spec, TensorSpec)
+            tangent = torch.zeros(entry.spec.shape, dtype=entry.spec.dtype, device=entry.spec.device)
+        inputs[i] = tangent.contiguous()
 
 
 def _root_positions(program: Program) -> set[int]:

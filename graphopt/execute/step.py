@@ -107,7 +107,7 @@ class TrainStep:
         """The requested outputs of a forward in eval mode; nothing is updated, modes are as before."""
         bound = self.builder.binder.bind(args, kwargs)
         with eval_mode(self.model):
-            view = view_model(self.model)
+            view = self._view()
             captured, executable, _ = self.evaluations.get(
                 (batch_key(bound), view.key, ambient_key()),
                 lambda: (*self.builder.evaluation(bound), view.modules),
@@ -124,8 +124,11 @@ class TrainStep:
         self._refuse_broken()
         if not self.state.window.micro_batches:
             return None
-        self._end_window(view_model(self.model))
+        self._end_window(self._view())
         return self.last_update
+
+    def _view(self) -> ModelView:
+        return view_model(self.model, self.builder.options.loss)
 
     @property
     def accumulates(self) -> bool:
@@ -134,7 +137,7 @@ class TrainStep:
 
     def _prepare(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[BoundBatch, ModelView]:
         bound = self.builder.binder.bind(args, kwargs)
-        view = view_model(self.model)
+        view = self._view()
         if view.has_hooks:
             refuse_module_hooks(self.model)
         refuse_parameter_hooks(view.parameters)
