@@ -12,8 +12,9 @@ After::
 
 Saves the bytes of the result (``numel * itemsize``) while the operator runs, and the page faults of fresh memory.
 Costs nothing: the same kernel computes the same bits into other memory. Refuses where the operand is read again, is
-returned, belongs to the caller (unless this is its own update), is a constant, does not fill its storage, or overlaps
-another operand without being the same view. Runs last: the program is not functional any more.
+returned, belongs to the caller (unless this is its own update), is a constant, has a conjugate or negative view, does
+not fill its storage, or overlaps another operand without being the same view. Runs last: the program is not functional
+any more.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
 from torch import fx
 
 from graphopt.ir import ops
@@ -75,6 +77,7 @@ class _Facts:
             for argument in node.all_input_nodes:
                 for number in storages.held[argument]:
                     self.last_use[number] = position
+        self.lazy = {number for node, number in self.storage.items() if _is_lazy(program.value(node))}
         self.written = _storages_with_update(program, self.storage)
         self.kept = self._kept(storages)
         self.members: dict[int, list[fx.Node]] = {}
@@ -106,6 +109,9 @@ class _Facts:
             return False
         if self.storage[node] == self.storage[operand]:
             return False
+        # A conjugate or negative view keeps its bit while the bits below are overwritten: it would read them wrongly.
+        if self.storage[node] in self.lazy or self.storage[operand] in self.lazy:
+            return False
         offset = self.program.value(operand).storage_offset()
         for other in ops.tensor_arguments(node):
             if other is operand or self.storage.get(other) != self.storage[operand]:
@@ -125,6 +131,10 @@ class _Facts:
         self.last_use[new] = max(self.last_use.get(old, -1), self.position[node])
         if old in self.kept:
             self.kept.add(new)
+
+
+def _is_lazy(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and (value.is_conj() or value.is_neg())
 
 
 def _storages_with_update(program: Program, storage: dict[fx.Node, int]) -> set[int]:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+import enum
 import inspect
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +14,8 @@ import torch
 from torch.utils import _pytree as pytree
 
 from graphopt.errors import BatchError
+
+_FIXED = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 
 
 @dataclass(frozen=True)
@@ -57,9 +62,13 @@ class BatchBinder:
         names = self._leaf_names(bound, extra)
         if len(names) != len(leaves):
             names = [f"batch.{position}" for position in range(len(leaves))]
+        for name, leaf in zip(names, leaves, strict=True):
+            _refuse_unless_fixed(name, leaf)
         positions = tuple(i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor))
+        tensor_names = tuple(self._apart_from_parameters(names[i]) for i in positions)
+        _refuse_duplicates(tensor_names)
         return BoundBatch(
-            names=tuple(self._apart_from_parameters(names[i]) for i in positions),
+            names=tensor_names,
             tensors=tuple(leaves[i] for i in positions),
             leaves=tuple(None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves),
             tensor_positions=positions,
@@ -103,6 +112,32 @@ class BatchBinder:
 def _paths(prefix: str, value: Any) -> list[str]:
     with_paths, _ = pytree.tree_flatten_with_path(value)
     return [prefix + "".join(f".{_key_text(key)}" for key in path) for path, _ in with_paths]
+
+
+def _refuse_unless_fixed(name: str, leaf: Any) -> None:
+    """Raise BatchError for a leaf that could change without its graph being compiled anew."""
+    if isinstance(leaf, torch.Tensor) or _is_fixed(leaf):
+        return
+    way_out = "pass its tensors"
+    if dataclasses.is_dataclass(leaf):
+        way_out += ", or register the class with torch.utils._pytree.register_dataclass"
+    raise BatchError(f"pass tensors: found {type(leaf).__module__}.{type(leaf).__qualname__} at {name!r}; {way_out}")
+
+
+def _is_fixed(leaf: Any) -> bool:
+    if type(leaf) in _FIXED or isinstance(leaf, enum.Enum):
+        return True
+    if isinstance(leaf, slice):
+        return all(map(_is_fixed, (leaf.start, leaf.stop, leaf.step)))
+    return type(leaf) in (tuple, frozenset) and all(map(_is_fixed, leaf))
+
+
+def _refuse_duplicates(names: Sequence[str]) -> None:
+    doubled = [name for name, count in Counter(names).items() if count > 1]
+    if doubled:
+        raise BatchError(
+            f"several batch tensors are called {', '.join(map(repr, doubled))}: rename keys so that each path is unique"
+        )
 
 
 def _key_text(key: Any) -> str:

@@ -58,7 +58,8 @@ def _replace_dropout(program: Program, node: fx.Node, source: fx.Node, probabili
 
 def _noise(program: Program, node: fx.Node, source: fx.Node, keep: float) -> fx.Node:
     """Scaled noise laid out like ``source``: eager fills it in memory order, so the layout decides the draw."""
-    stride = program.spec(source).stride
+    with program.fake_mode:
+        stride = torch.empty_like(program.value(source)).stride()  # not the source's own: an expanded one has zeros
     by_stride = sorted(range(len(stride)), key=lambda dim: -stride[dim])
     shape_only = program.insert_before(node, aten.detach.default, source)
     if by_stride == sorted(by_stride):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,19 +13,25 @@ from torch.export.graph_signature import OutputKind as ExportOutput
 
 from graphopt.capture.attribute_names import any_attribute_name
 from graphopt.capture.batch import BoundBatch
+from graphopt.capture.capture_message import capture_message
+from graphopt.capture.copies import broadcast_copies
 from graphopt.capture.fake_layouts import correct_fake_layouts
 from graphopt.capture.forward_program import ExportedValue, forward_program
 from graphopt.capture.grad_mode import inline_grad_mode_regions
 from graphopt.capture.hooks import refuse_module_hooks
 from graphopt.capture.keyed import StepOutput
+from graphopt.capture.lost_gradients import refuse_lost_gradients
 from graphopt.capture.outputs import Container, OutputSelection, named_leaves, select_outputs, with_loss
+from graphopt.capture.quiet_export import quiet_export
+from graphopt.capture.side_effects import ModuleStates
+from graphopt.capture.trace_guards import refuse_what_export_drops
+from graphopt.capture.unsupported_modules import refuse_cumulative_averages
 from graphopt.errors import CaptureError, GraphoptError, OutputError
 from graphopt.ir.program import Program
 from graphopt.ir.spec import InputKind, OutputKind
 
 LossFunction = Callable[[Any, Any], torch.Tensor]
 DEFAULT_LOSS = "loss"
-_LIBRARY = ("/torch/", "/graphopt/", "/contextlib.py", "/functools.py")
 
 _INPUT_KINDS = {
     ExportInput.PARAMETER: InputKind.PARAM,
@@ -71,6 +75,7 @@ def capture_program(model: torch.nn.Module, batch: BoundBatch, request: OutputRe
     cannot be captured, OutputError for outputs that do not exist or a loss that is not a scalar.
     """
     refuse_module_hooks(model)
+    refuse_cumulative_averages(model)
     wrapper = _SelectedOutputs(model, batch, request)
     exported = _export(wrapper, [_stand_in(tensor) for tensor in batch.tensors])
     selection = wrapper.recorder.selection
@@ -108,11 +113,17 @@ class _SelectedOutputs(torch.nn.Module):
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         args, kwargs, extra = self.batch.arguments(tensors)
-        result = self.model(*args, **kwargs)
-        selection = self._select(result, args, kwargs, extra)
+        states = ModuleStates(self.model)
+        try:
+            result = self.model(*args, **kwargs)
+            selection = self._select(result, args, kwargs, extra)
+            returned = states.write_rebound_buffers(selection.tensors)
+            states.refuse_changes()
+        finally:
+            states.restore()
         # The structure is all that is kept: tensors of a trace must not outlive it.
         self.recorder.selection = OutputSelection(selection.names, (), selection.structure)
-        return selection.tensors
+        return returned
 
     def _select(self, result: Any, args: Any, kwargs: Any, extra: Any) -> OutputSelection:
         request = self.request
@@ -167,55 +178,28 @@ def _no_loss(request: OutputRequest, result: Any) -> str:
 
 def _export(wrapper: _SelectedOutputs, tensors: Sequence[torch.Tensor]) -> torch.export.ExportedProgram:
     correct_fake_layouts()
-    with torch.random.fork_rng(), warnings.catch_warnings(), _quiet_torch_logs(), any_attribute_name():
+    with torch.random.fork_rng(), warnings.catch_warnings(), quiet_export(), any_attribute_name():
         warnings.simplefilter("ignore")
         try:
-            exported = torch.export.export(wrapper, tuple(tensors), strict=False)
-            inline_grad_mode_regions(exported.graph_module)
+            with refuse_what_export_drops():
+                exported = torch.export.export(wrapper, tuple(tensors), strict=False)
+            regions = inline_grad_mode_regions(exported.graph_module)
+            refuse_lost_gradients(exported.graph_module.graph, regions, _gradient_sources(exported, wrapper))
+            broadcast_copies(exported.graph_module)
             return exported.run_decompositions({})
         except GraphoptError:
             raise
         except Exception as error:
-            raise CaptureError(_capture_message(error)) from error
+            raise CaptureError(capture_message(error)) from error
 
 
-class _quiet_torch_logs:  # noqa: N801
-    """torch.export prints its own long report of a failure; the CaptureError says it shorter."""
-
-    def __enter__(self) -> None:
-        self.loggers = [logging.getLogger(name) for name in ("torch.fx.experimental.symbolic_shapes", "torch.export")]
-        self.levels = [logger.level for logger in self.loggers]
-        for logger in self.loggers:
-            logger.setLevel(logging.CRITICAL)
-
-    def __exit__(self, *_: object) -> None:
-        for logger, level in zip(self.loggers, self.levels, strict=True):
-            logger.setLevel(level)
-
-
-def _capture_message(error: BaseException) -> str:
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if not any(part in frame.filename for part in _LIBRARY)]
-    where = f"{own[-1].filename}:{own[-1].lineno}: {own[-1].line}" if own else "unknown line"
-    first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-    return (
-        f"the model cannot be captured at\n  {where}\n{type(error).__name__}: {first_line}\n"
-        f"what to do: {_way_out(str(error))}"
-    )
-
-
-def _way_out(message: str) -> str:
-    if "data-dependent" in message or "Could not guard" in message or "GuardOnDataDependent" in message:
-        return (
-            "this line looks at the content of a tensor; replace the Python `if`, `.item()` or tensor-sized loop by "
-            "torch.where, masking, or a plain Python number passed in the batch"
-        )
-    if "Cannot copy out of meta" in message or "numpy" in message:
-        return "this line leaves torch (numpy, .tolist(), printing); keep the computation in tensors"
-    return (
-        "run the model once without graphopt on the same batch; if that works, move what this line does out of "
-        "forward(), or write it with tensor operations only"
-    )
+def _gradient_sources(exported: torch.export.ExportedProgram, wrapper: _SelectedOutputs) -> set[str]:
+    """Names of the placeholders that take gradients: trained parameters, and batch tensors that ask for one."""
+    signature = exported.graph_signature
+    trained = {name for name, parameter in wrapper.named_parameters(remove_duplicate=False) if parameter.requires_grad}
+    names = {name for name, path in signature.inputs_to_parameters.items() if path in trained}
+    asking = zip(signature.user_inputs, wrapper.batch.tensors, strict=False)
+    return names | {str(name) for name, tensor in asking if tensor.requires_grad}
 
 
 def _exported_inputs(

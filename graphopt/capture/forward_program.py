@@ -60,6 +60,7 @@ def forward_program(
         program.output_values(), [_output(program, value, *named) for value, named in zip(values, outputs, strict=True)]
     )
     use_eager_operators(program)
+    _check_updates(program)
     program.finish()
     return program
 
@@ -116,6 +117,20 @@ def _output(program: Program, value: Any, kind: OutputKind, name: str) -> Output
     if not isinstance(value, fx.Node):
         raise CaptureError(f"output {name!r} is the fixed value {value!r}, not a tensor computed by the model")
     return Output(name, kind, program.spec(value))
+
+
+def _check_updates(program: Program) -> None:
+    """Every buffer and batch tensor written must keep its shape and dtype."""
+    specs = {entry.name: entry.spec for entry in program.signature.inputs}
+    for output, value in zip(program.signature.outputs, program.output_values(), strict=True):
+        if output.kind not in (OutputKind.BUFFER_UPDATE, OutputKind.BATCH_UPDATE) or output.name not in specs:
+            continue
+        old, new = specs[output.name], program.spec(value)
+        if isinstance(old, TensorSpec) and (old.shape, old.dtype) != (new.shape, new.dtype):
+            raise CaptureError(
+                f"forward() writes {new} into {output.name!r}, which is {old}; what to do: write a value of the same "
+                "shape and dtype"
+            )
 
 
 def _constant(exported: fx.GraphModule, target: str) -> torch.Tensor:

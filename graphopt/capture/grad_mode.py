@@ -6,6 +6,7 @@ follow are silently wrong (seen with torch 2.13). This runs before it.
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,14 +18,27 @@ from graphopt.errors import CaptureError
 _REGION = torch.ops.higher_order.wrap_with_set_grad_enabled
 
 
-def inline_grad_mode_regions(module: fx.GraphModule) -> None:
-    """Replace every grad-mode region of an exported graph by its operators; no_grad results are detached."""
-    _inline_regions(module, inside_no_grad=False)
+@dataclass(frozen=True)
+class InlinedRegions:
+    """Nodes that stood ``inside`` a no_grad region, and the detaches put on what was ``leaving`` one."""
+
+    inside: set[fx.Node] = field(default_factory=set)
+    leaving: set[fx.Node] = field(default_factory=set)
+
+
+def inline_grad_mode_regions(module: fx.GraphModule) -> InlinedRegions:
+    """Replace every grad-mode region of an exported graph by its operators; no_grad results are detached.
+
+    Returns the nodes concerned.
+    """
+    regions = InlinedRegions()
+    _inline_regions(module, regions, inside_no_grad=False)
     module.graph.eliminate_dead_code(is_impure_node=lambda node: node.op != "get_attr")
     module.recompile()
+    return regions
 
 
-def _inline_regions(module: fx.GraphModule, *, inside_no_grad: bool) -> None:
+def _inline_regions(module: fx.GraphModule, regions: InlinedRegions, *, inside_no_grad: bool) -> None:
     for node in list(module.graph.nodes):
         if node.op != "call_function" or node.target is not _REGION:
             continue
@@ -35,16 +49,23 @@ def _inline_regions(module: fx.GraphModule, *, inside_no_grad: bool) -> None:
                 f"torch.enable_grad() inside torch.no_grad() at {_where(body)} cannot be captured; "
                 "move the differentiable part out of the no_grad region"
             )
-        _inline_regions(body, inside_no_grad=inside_no_grad or not enabled)
-        _inline(module.graph, node, body, arguments, detach=not enabled)
+        _inline_regions(body, regions, inside_no_grad=inside_no_grad or not enabled)
+        inlined, detached = _inline(module.graph, node, body, arguments, detach=not enabled)
+        if not enabled:
+            regions.inside.update(inlined)
+            regions.leaving.update(detached)
 
 
-def _inline(graph: fx.Graph, call: fx.Node, body: fx.GraphModule, arguments: Any, *, detach: bool) -> None:
+def _inline(
+    graph: fx.Graph, call: fx.Node, body: fx.GraphModule, arguments: Any, *, detach: bool
+) -> tuple[list[fx.Node], list[fx.Node]]:
+    """The operators now in ``graph``, and the detaches behind them."""
     placeholders = body.graph.find_nodes(op="placeholder")
     mapping: dict[fx.Node, Any] = dict(zip(placeholders, arguments, strict=True))
     owner = graph.owning_module
     assert owner is not None, "an exported graph has an owning module"
     results: Any = ()
+    inlined = []
     with graph.inserting_before(call):
         for node in body.graph.nodes:
             if node.op == "placeholder":
@@ -56,11 +77,14 @@ def _inline(graph: fx.Graph, call: fx.Node, body: fx.GraphModule, arguments: Any
             if node.op == "get_attr":
                 twin.target = _adopt(owner, body, str(node.target))
             mapping[node] = twin
+            inlined.append(twin)
         outer = [_detached(graph, value) if detach else value for value in results]
     for user in list(call.users):
         user.replace_all_uses_with(outer[user.args[1]])  # type: ignore[index]
         graph.erase_node(user)
     graph.erase_node(call)
+    detached = [new for new, value in zip(outer, results, strict=True) if isinstance(new, fx.Node) and new is not value]
+    return inlined, detached
 
 
 def _detached(graph: fx.Graph, value: Any) -> Any:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+import traceback
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from torch import fx
@@ -14,7 +15,9 @@ _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<functio
 _GENERATED = ("<eval_with_key>", "<string>")
 _COMPILER = ("/graphopt/", "/torch/fx/", "/torch/export/", "/torch/_")
 _LIBRARY = ("/torch/",)
+_NOT_OWN = ("/torch/", "/graphopt/", "/contextlib.py", "/functools.py")
 _CODE_WIDTH = 60
+UNKNOWN_LINE = "unknown line"
 
 
 def read_origins(graph: fx.Graph) -> dict[str, Origin]:
@@ -56,6 +59,17 @@ def user_frame(stack_trace: str) -> tuple[str, str]:
         return "", ""
     frame = chosen[0]
     return f"{Path(frame['file']).name}:{frame['line']}", frame["code"].strip()[:_CODE_WIDTH]
+
+
+def innermost_own_line() -> str:
+    """``file:line: code`` of the user's frame that is running now, for messages."""
+    return own_line(traceback.extract_stack()) or UNKNOWN_LINE
+
+
+def own_line(frames: Sequence[traceback.FrameSummary]) -> str:
+    """``file:line: code`` of the innermost frame that is neither torch's nor ours; empty if there is none."""
+    own = [frame for frame in frames if not any(part in frame.filename for part in _NOT_OWN)]
+    return f"{own[-1].filename}:{own[-1].lineno}: {own[-1].line}" if own else ""
 
 
 def _origin_of(stack: Mapping[str, tuple[str, object]] | None, stack_trace: str) -> Origin:

@@ -61,7 +61,7 @@ def select_outputs(result: Any, requested: Sequence[str] | None) -> OutputSelect
     A name may stand for a container; then it means every tensor below it. Raises OutputError for a name that does not
     exist (listing what there is), that is None for this batch, or that is not a tensor.
     """
-    leaves = dict(named_leaves(result))
+    leaves = _leaves_by_name(result)
     if requested is None:
         names = [name for name, value in leaves.items() if isinstance(value, torch.Tensor)]
     else:
@@ -75,9 +75,11 @@ def select_outputs(result: Any, requested: Sequence[str] | None) -> OutputSelect
 
 
 def with_loss(selection: OutputSelection, name: str, loss: torch.Tensor) -> OutputSelection:
-    """``selection`` with a loss that a user's function computed, added as ``name``."""
+    """``selection`` with a loss that a user's function computed as ``name``, in place of one the model returned."""
     if name in selection.names:
-        return selection
+        position = selection.names.index(name)
+        tensors = (*selection.tensors[:position], loss, *selection.tensors[position + 1 :])
+        return OutputSelection(selection.names, tensors, selection.structure)
     leaf = (name, TensorLeaf(len(selection.names)))
     children = (*selection.structure.children, leaf)
     return OutputSelection((*selection.names, name), (*selection.tensors, loss), Container(StepOutput, children))
@@ -101,6 +103,18 @@ def _rebuild(structure: Any, tensors: Sequence[Any]) -> Any:
     if issubclass(kind, (list, tuple)):
         return kind(value for _, value in values)
     return keyed_instance(kind, values)
+
+
+def _leaves_by_name(result: Any) -> dict[str, Any]:
+    leaves: dict[str, Any] = {}
+    for name, value in named_leaves(result):
+        if name in leaves:
+            raise OutputError(
+                f"the model returns two outputs called {name!r} (a key that contains a dot reads like a path); "
+                "rename one of them"
+            )
+        leaves[name] = value
+    return leaves
 
 
 def _walk(value: Any, path: str) -> Iterator[tuple[str, Any]]:

@@ -36,20 +36,26 @@ class ModuleStates:
     def __init__(self, model: torch.nn.Module) -> None:
         self._before = [_before(path, module) for path, module in model.named_modules()]
 
-    def write_rebound_buffers(self) -> None:
-        """Copy into each buffer what forward bound its name to; CaptureError where shape or dtype differ."""
-        rebound = []
+    def write_rebound_buffers(self, outputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        """Copy into each buffer what forward bound its name to; CaptureError where shape or dtype differ.
+
+        Returns ``outputs``, with copies of those that may be a buffer's old value, which eager leaves as it was.
+        """
+        rebound: list[tuple[torch.nn.Module, str, Any, Any]] = []
         for before in self._before:
             for name, old in before.buffers.items():
                 new = before.module._buffers.get(name)
                 if new is not old:
                     _check_same_kind(before, name, old, new)
                     rebound.append((before.module, name, old, new))
+        if rebound:
+            outputs = tuple(output if output.requires_grad else output.clone() for output in outputs)
         with torch.no_grad():
             values = [new.clone() for _, _, _, new in rebound]  # all before the first write: they may read each other
             for (module, name, old, _), value in zip(rebound, values, strict=True):
                 old.copy_(value)
                 module._buffers[name] = old
+        return outputs
 
     def refuse_changes(self) -> None:
         """Raise CaptureError naming the first attribute that forward changed, and how to write it instead."""
@@ -59,7 +65,7 @@ class ModuleStates:
                 raise CaptureError(
                     f"forward() of module {before.path or type(before.module).__name__!r} changes its attribute "
                     f"{name!r}: only the traced call would do so, every later call would not. What to do: keep it in "
-                    f"a buffer (register_buffer) and update it in place, or change it outside of forward()"
+                    "a buffer (register_buffer) and update it in place, return it, or change it outside of forward()"
                 )
 
     def restore(self) -> None:
@@ -103,10 +109,11 @@ def _kind(value: Any) -> str:
 
 
 def _changed_attribute(before: _Before) -> str | None:
-    here = vars(before.module)
-    for name, value in here.items():
-        if name in _TABLES:
-            continue
+    is_torch_module = type(before.module).__module__.startswith("torch.nn.")
+    computed = _attributes_of_torch_hooks(before.module)
+    for name, value in vars(before.module).items():
+        if name in _TABLES or name in computed or (is_torch_module and name.startswith("_")):
+            continue  # torch's own caches, such as the flat weights of an LSTM, follow the parameters
         if name in before.contents and value is before.attributes[name]:
             if _grew(before.contents[name], value):
                 return name
@@ -115,7 +122,13 @@ def _changed_attribute(before: _Before) -> str | None:
     parameters = before.module._parameters
     changed = (name for name in parameters if parameters[name] is not before.parameters.get(name))
     added = (name for name in before.module._buffers if name not in before.buffers)
-    return next((*changed, *added).__iter__(), None)
+    return next(iter((*changed, *added)), None)
+
+
+def _attributes_of_torch_hooks(module: torch.nn.Module) -> set[str]:
+    """What weight_norm and spectral_norm set before every forward: computed anew each time, and in the graph."""
+    hooks = module._forward_pre_hooks.values()
+    return {str(getattr(hook, "name", "")) for hook in hooks if type(hook).__module__.startswith("torch.nn.utils.")}
 
 
 def _matters(old: Any, new: Any) -> bool:
@@ -142,7 +155,15 @@ def _holds_tensor(container: Any) -> bool:
 
 
 def _refill(container: Any, content: Any) -> None:
-    if container == content if not _holds_tensor(container) and not _holds_tensor(content) else False:
+    if len(container) == len(content) and all(map(_is_same, _items(container), _items(content))):
         return
     container.clear()
     (container.extend if isinstance(container, list) else container.update)(content)
+
+
+def _items(container: Any) -> list[Any]:
+    return [part for pair in container.items() for part in pair] if isinstance(container, dict) else list(container)
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    return one is other

@@ -46,8 +46,8 @@ def _refusing_apply(original: Any) -> Any:
             )
         if cls.__module__.split(".")[0] != "torch":
             raise CaptureError(
-                f"the custom autograd function {cls.__name__!r} called at\n  {innermost_own_line()}\ncannot be captured: "
-                "its backward would be lost, and gradients silently wrong; what to do: write it with ordinary "
+                f"the custom autograd function {cls.__name__!r} called at\n  {innermost_own_line()}\ncannot be "
+                "captured: its backward would be lost (wrong gradients); what to do: write it with ordinary "
                 "operators (x + (f(x) - x).detach() for a straight-through gradient), or keep that part outside"
             )
         return original.__get__(None, cls)(*args, **kwargs)

@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from graphopt.capture.trace import fake_like, new_fake_mode
+from graphopt.errors import OutputError
 from graphopt.ir.program import GraphHolder, Origin, Program, Stage, scalar_input
 from graphopt.ir.spec import Input, InputKind, Output, OutputKind, Signature, TensorSpec
 from graphopt.optim.base import Optimizer, ParameterUpdate
@@ -197,30 +198,53 @@ class _Appender:
         kept = [(value, output) for output, value in values.items() if output.kind is not OutputKind.GRAD]
         program.set_outputs([value for value, _ in kept], [output for _, output in kept])
         if isinstance(weight, fx.Node):
-            self._weigh_tangent(loss, weight)
+            weight = self._as_scalar(weight)
         self._add_loss(program.output_named(loss), 1.0 if weight is None else weight)
         for name, gradient in gradients.items():
             self.origin = Origin(name, "accumulate")
             spec = window_spec(program.spec(program.input_named(name)))
             window = self.add_tensor(f"{WINDOW}.{name}", InputKind.STATE, spec)
             # Right behind the gradient, which then dies: the window is the only full set of gradients.
-            self.anchor = gradient.next
+            self.anchor = self._behind(gradient, weight)
             if program.spec(gradient).dtype != spec.dtype:
                 gradient = self.emit(aten._to_copy.default, gradient, dtype=spec.dtype)
-            self.add_output(self.emit(aten.add.Tensor, window, gradient), OutputKind.STATE_UPDATE, f"{WINDOW}.{name}")
+            self.add_output(self._accumulated(window, gradient, weight), OutputKind.STATE_UPDATE, f"{WINDOW}.{name}")
         self.anchor = None
 
-    def _weigh_tangent(self, loss: str, weight: fx.Node) -> None:
-        """Let the backward start from the micro-batch's weight, so that what is accumulated is weight x gradient."""
-        program = self.program
-        tangent = program.input_named(f"tangent.{loss}")
-        spec = program.spec(tangent)
-        anchor = min(tangent.users, key=list(program.graph.nodes).index)
+    def _accumulated(self, window: fx.Node, gradient: fx.Node, weight: fx.Node | float | None) -> fx.Node:
+        """``window + weight * gradient`` in the window's dtype: a weight in the loss's could overflow in float16.
+
+        A micro-batch of weight 0 adds nothing, even where its gradient is 0 / 0.
+        """
+        if not isinstance(weight, fx.Node):
+            scale = {} if weight is None or weight == 1.0 else {"alpha": weight}
+            return self.emit(aten.add.Tensor, window, gradient, **scale)
+        dtype = self.program.spec(window).dtype
         factor = weight
-        if program.spec(weight).dtype != spec.dtype:
-            factor = program.insert_before(anchor, aten._to_copy.default, weight, dtype=spec.dtype)
-        weighed = program.insert_before(anchor, aten.mul.Tensor, tangent, factor)
-        tangent.replace_all_uses_with(weighed, delete_user_cb=lambda user: user is not weighed)
+        if self.program.spec(weight).dtype != dtype:
+            factor = self.emit(aten._to_copy.default, weight, dtype=dtype)
+        weighed = self.emit(aten.mul.Tensor, gradient, factor)
+        empty = self.emit(aten.eq.Scalar, weight, 0)
+        return self.emit(aten.add.Tensor, window, self.emit(aten.masked_fill.Scalar, weighed, empty, 0.0))
+
+    def _as_scalar(self, weight: fx.Node) -> fx.Node:
+        spec = self.program.spec(weight)
+        if spec.numel != 1:
+            raise OutputError(
+                f"the weight of a micro-batch is one number, came {spec}: return its sum, or whatever counts the items"
+            )
+        if not spec.shape:
+            return weight
+        self.anchor = self._behind(weight)
+        scalar = self.emit(aten.reshape.default, weight, [])
+        self.anchor = None
+        return scalar
+
+    def _behind(self, *values: object) -> fx.Node:
+        """The first node behind all of ``values`` and behind the inputs."""
+        order = {node: i for i, node in enumerate(self.program.graph.nodes)}
+        nodes = [value for value in values if isinstance(value, fx.Node)]
+        return max((*nodes, self.program.placeholders()[-1]), key=order.__getitem__).next
 
     def _add_loss(self, loss: fx.Node, weight: fx.Node | float) -> None:
         """Add weight and weight x loss to the window; a micro-batch of weight 0 has the loss 0, not 0 / 0."""

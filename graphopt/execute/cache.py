@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import logging
 import threading
 from collections import OrderedDict
@@ -73,13 +74,15 @@ def ambient_key() -> Hashable:
         torch.is_autocast_enabled("cpu"),
         torch.is_autocast_enabled("cuda"),
         torch.get_autocast_dtype("cpu"),
+        torch.get_autocast_dtype("cuda"),
         torch.get_default_dtype(),
     )
 
 
 def _fixed(leaf: object) -> Hashable:
-    try:
-        hash(leaf)
-    except TypeError:
-        return (type(leaf).__name__, repr(leaf))
-    return (type(leaf).__name__, leaf)
+    """``leaf`` with its type, as text where equal does not mean the same: 0.0 and -0.0, 1 and True inside a set."""
+    if isinstance(leaf, enum.Enum):
+        return (type(leaf), leaf)
+    if isinstance(leaf, frozenset):
+        return (type(leaf), tuple(sorted(map(repr, leaf))))
+    return (type(leaf), repr(leaf))

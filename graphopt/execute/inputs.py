@@ -21,10 +21,8 @@ def collect_inputs(
     view: ModelView,
     bound: BoundBatch | None,
     other: Callable[[Input], Any],
-    *,
-    tangent: float = 1.0,
 ) -> list[Any]:
-    """All inputs by position: live parameters and buffers, the batch, ``tangent``, the rest from ``other``."""
+    """All inputs by position: live parameters and buffers, the batch, tangents of 1, the rest from ``other``."""
     batch = {} if bound is None else dict(zip(bound.names, bound.tensors, strict=True))
     values: list[Any] = []
     for entry in program.signature.inputs:
@@ -36,7 +34,7 @@ def collect_inputs(
             values.append(batch[entry.name])
         elif entry.kind is InputKind.TANGENT:
             assert isinstance(entry.spec, TensorSpec)
-            values.append(torch.full(entry.spec.shape, tangent, dtype=entry.spec.dtype, device=entry.spec.device))
+            values.append(torch.ones(entry.spec.shape, dtype=entry.spec.dtype, device=entry.spec.device))
         else:
             values.append(other(entry))
     return values
@@ -62,6 +60,8 @@ def refuse_aliased(program: Program, bound: BoundBatch) -> None:
         return
     seen: dict[int, str] = {}
     for name, tensor in zip(bound.names, bound.tensors, strict=True):
+        if not tensor.numel():
+            continue
         pointer = tensor.untyped_storage().data_ptr()
         if pointer in seen and (name in written or seen[pointer] in written):
             raise BatchError(

@@ -37,4 +37,4 @@ def held_interrupts() -> Iterator[None]:
         for number, handler in replaced.items():
             signal.signal(number, handler)
         for number, frame in pending:
-            replaced[signal.Signals(number)](number, frame)  # type: ignore[operator]
+            replaced[int(number)](number, frame)  # type: ignore[operator]

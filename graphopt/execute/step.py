@@ -191,13 +191,14 @@ class TrainStep:
         executable = self.last_executable = compiled.executable
         program, window = executable.program, self.state.window
         divides = part.weight.weight is not None
+        self.state.warn_unproven(part.weight)
         if window.micro_batches and window.divides != divides:
             raise StateError(
                 "one window mixes a summed loss with a mean one, whose gradients cannot be added: call step.flush() "
                 "before the loss changes its reduction"
             )
         refuse_aliased(program, bound)
-        inputs = collect_inputs(program, view, bound, self._state_source(()), tangent=_tangent(part.weight))
+        inputs = collect_inputs(program, view, bound, self._state_source(()))
         outputs: list[Any] = [None] * len(program.signature.outputs)
         with plain_execution():
             carried: list[Any] = []
@@ -376,11 +377,6 @@ def _grad_norm(program: Program, outputs: Sequence[Any]) -> float | None:
         if output.name == GRAD_NORM and outputs[position] is not None:
             return float(outputs[position])
     return None
-
-
-def _tangent(weight: LossWeight) -> float:
-    """What the backward starts from: a weight that is a node is multiplied in by the graph itself."""
-    return weight.weight if isinstance(weight.weight, float) else 1.0
 
 
 __all__ = ["BatchError", "TrainStep", "UpdateInfo"]

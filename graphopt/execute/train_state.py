@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from graphopt.capture.loss_weight import LossWeight
 from graphopt.capture.update import UpdateBucket
 from graphopt.errors import StateError
 from graphopt.ir.spec import TensorSpec
+from graphopt.optim.adam import refuse_complex
 from graphopt.optim.base import Optimizer
 from graphopt.optim.facade import OptimizerFacade
+
+log = logging.getLogger(__name__)
 
 FORMAT_VERSION = 1
 
@@ -32,6 +37,7 @@ class Window:
         """The gradient sum of parameter ``name``, zeros at first."""
         if name not in self.gradients:
             self.gradients[name] = zeros(spec)
+        _refuse_other_spec("window gradient", name, self.gradients[name], spec)
         return self.gradients[name]
 
     def clear(self) -> None:
@@ -55,6 +61,18 @@ class TrainState:
         self.window = Window()
         self.updates = 0
         self.skipped = 0
+        self.warned = False
+
+    def warn_unproven(self, weight: LossWeight) -> None:
+        """Say once how the window counts where the graph of the loss does not prove that it equals the full batch."""
+        if weight.is_proven or self.warned:
+            return
+        self.warned = True
+        log.warning(
+            "accumulation: %s. This may differ from one step on the full batch: pass Accumulate(reduction='mean' or "
+            "'sum') to settle it, or Accumulate(weight=...) with the name of an output that counts the items",
+            weight.reason,
+        )
 
     def follow(self, parameters: Mapping[str, torch.nn.Parameter]) -> None:
         """Take over parameters that were replaced or added since the last call."""
@@ -74,6 +92,7 @@ class TrainState:
         groups = {id(p): i for i, group in enumerate(self.facade.param_groups) for p in group["params"]}
         for name in names:
             parameter = self.known[name]
+            refuse_complex(self.optimizer, name, parameter)
             group = groups.get(id(parameter))
             if group is None:
                 raise StateError(f"parameter {name!r} belongs to no group of step.optimizer; add it to one")
@@ -112,6 +131,7 @@ class TrainState:
             if self.optimizer.counts_steps and "step" not in state:
                 state["step"] = torch.tensor(0.0)
             state[state_name] = zeros(spec)
+        _refuse_other_spec(f"state {state_name}", name, state[state_name], spec)
         return state[state_name]  # type: ignore[no-any-return]
 
     def advance(self, names: tuple[str, ...]) -> None:
@@ -214,6 +234,16 @@ class TrainState:
                 raise StateError(
                     f"state {key} of {name!r} has shape {list(value.shape)}, the parameter {list(parameter.shape)}"
                 )
+
+
+def _refuse_other_spec(what: str, name: str, tensor: torch.Tensor, spec: TensorSpec) -> None:
+    """Raise StateError for a tensor that does not fit the parameter any more (the model was cast after a step)."""
+    if tensor.dtype == spec.dtype and tuple(tensor.shape) == tuple(spec.shape):
+        return
+    raise StateError(
+        f"{what} of {name!r} is {TensorSpec.of(tensor)}, the parameter now needs {spec}: cast the state as the "
+        "parameter was, or compile a new step"
+    )
 
 
 def zeros(spec: TensorSpec) -> torch.Tensor:

@@ -53,7 +53,9 @@ def protect_backward_reads(program: Program) -> int:
         if not _is_read_in_backward(program, target):
             continue
         copy = _copied_first(program, target)
-        target.replace_all_uses_with(copy, delete_user_cb=lambda user, copy=copy: user not in (copy, program.output_node()))
+        target.replace_all_uses_with(
+            copy, delete_user_cb=lambda user, copy=copy: user not in (copy, program.output_node())
+        )
         count += 1
     if count:
         program.refresh()

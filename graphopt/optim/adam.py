@@ -92,6 +92,15 @@ class AdamW(Adam):
     decoupled: ClassVar[bool] = True
 
 
+def refuse_complex(optimizer: Optimizer, name: str, parameter: torch.Tensor) -> None:
+    """Raise UnsupportedError for a complex parameter under Adam, whose squares are those of its real parts."""
+    if parameter.is_complex() and isinstance(optimizer, Adam):
+        raise UnsupportedError(
+            f"parameter {name!r} is complex; torch treats complex parameters as pairs of reals in "
+            f"{type(optimizer).__name__}, which is not supported: use SGD"
+        )
+
+
 def _correction_root(emit: Emit, numbers: Mapping[str, Number]) -> fx.Node:
     """sqrt(1 - beta2 ** step), in Python numbers as torch computes it."""
     correction = emit(operator.sub, 1, emit(operator.pow, numbers["beta2"], numbers["step"]))

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 
 from graphopt.capture.trace import trace_function
 from graphopt.errors import PipelineError
+from graphopt.ir import ops
 from graphopt.ir.liveness import plan_memory
 from graphopt.ir.program import Stage
 from graphopt.passes.drop_dead import DropDead
@@ -107,3 +108,29 @@ def test_runs_at_every_stage():
     program = trace_function(lambda x: F.relu(x.exp()), ROWS, stage=Stage.STEP)
     _, record = run_pass(ReuseLastUse(), program)
     assert record.changes == 1
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda z: torch.view_as_real((z * 2).conj().resolve_conj() * 3) + 1,
+        lambda z: (z * 2).conj() * 3 + 1,
+        lambda z: (z * 2).conj().imag.exp() + (z * 3).conj().imag.neg(),
+        lambda z: torch.view_as_real((z.exp().conj() * 2).resolve_conj()).exp(),
+    ],
+)
+def test_leaves_conjugate_and_negative_views_alone(function):
+    z = torch.randn(4, 6, dtype=torch.complex64)
+    expected = function(z)
+    after, _ = run_pass(ReuseLastUse(), program_of(function, z))
+    assert torch.equal(after.run([z])[0], expected)
+
+
+def test_does_not_join_the_memory_of_a_conjugate_view():
+    z = torch.randn(4, dtype=torch.complex64)
+    program = program_of(lambda z: torch.view_as_real(z.exp().conj() * 2).sum(), z)
+    (clone,) = (node for node in program.ops() if ops.is_call(node, torch.ops.aten.clone.default))
+    program.replace(clone, clone.args[0])
+    program.refresh()
+    after, record = run_pass(ReuseLastUse(), program, inputs=[z])
+    assert record.changes == 0 and targets(after) == ["exp", "_conj", "mul", "view_as_real", "sum"]
