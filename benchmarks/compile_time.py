@@ -40,6 +40,7 @@ from graphopt.capture.differentiate import differentiate
 from graphopt.capture.export import capture_program
 from graphopt.capture.update import UpdateRequest, append_update
 from graphopt.errors import DataError
+from graphopt.execute.collector import paused_collector
 from graphopt.execute.executable import build_executable
 from graphopt.execute.step import TrainStep
 from graphopt.ir.program import Stage
@@ -92,6 +93,7 @@ def compile_time_table(rows: tuple[Row[CompileTimeFigures], ...]) -> Table:
     return table
 
 
+@paused_collector()
 def _compile(model: BenchmarkModel, layers: int) -> Row[CompileTimeFigures]:
     seed_weights()
     module, batch = model.make_model(layers), model.make_batch()

@@ -12,6 +12,7 @@ from typing import Generic, TypeVar
 import torch
 
 from graphopt.capture.batch import BoundBatch
+from graphopt.execute.collector import paused_collector
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +36,7 @@ class SignatureCache(Generic[Built]):
             self.built.move_to_end(key)
             return self.built[key]
         # torch's tracers patch process-wide state, and some random factories draw while they are traced.
-        with _COMPILING, torch.random.fork_rng(), torch.inference_mode(False):
+        with _COMPILING, paused_collector(), torch.random.fork_rng(), torch.inference_mode(False):
             found = build()
         self.compiled += 1
         self.built[key] = found

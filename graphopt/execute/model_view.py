@@ -18,7 +18,8 @@ class ModelView:
     """Parameters and buffers by canonical name (a tied tensor once, under its first name).
 
     ``key`` changes whenever a graph captured before would be wrong: modes of modules, frozen set, shapes, dtypes,
-    devices, tying, replaced modules, numbers and tensors kept as plain attributes. ``has_hooks``: whether any module has one.
+    devices, tying, replaced modules, numbers and tensors kept as plain attributes. ``has_hooks``: whether any module
+    has one.
     """
 
     parameters: dict[str, torch.nn.Parameter]
@@ -95,7 +96,7 @@ def closure_facts(function: Any) -> Iterator[Hashable]:
             value = cell.cell_contents
         except ValueError:  # a variable that is not assigned yet
             continue
-        if isinstance(value, _PLAIN) or isinstance(value, torch.Tensor):
+        if isinstance(value, (*_PLAIN, torch.Tensor)):
             yield from attribute_facts({name: value})
 
 

@@ -257,8 +257,8 @@ class _NoGradient(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
         raise UnsupportedError(
             "only the loss of this compiled module has a gradient, but backward() came through another output as well. "
-            "Compute the whole loss inside with loss=function(outputs, batch), leave the loss out of outputs=[...] so that "
-            "every output has a gradient, or detach() the output"
+            "Compute the whole loss inside with loss=function(outputs, batch), leave the loss out of outputs=[...] so "
+            "that every output has a gradient, or detach() the output"
         )
 
 

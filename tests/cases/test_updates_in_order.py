@@ -1,4 +1,4 @@
-"""Buffers that copy each other or a parameter, backwards that read what forward overwrites, outputs without a gradient."""
+"""Buffers that copy each other or a parameter, backwards that read what forward overwrote, state seen late."""
 
 from __future__ import annotations
 
