@@ -53,9 +53,9 @@ def protect_backward_reads(program: Program) -> int:
         if not _is_read_in_backward(program, target):
             continue
         copy = _copied_first(program, target)
-        target.replace_all_uses_with(
-            copy, delete_user_cb=lambda user, copy=copy: user not in (copy, program.output_node())
-        )
+        for user in list(target.users):
+            if user is not copy and user.op != "output":
+                user.replace_input_with(target, copy)
         count += 1
     if count:
         program.refresh()
