@@ -21,7 +21,7 @@ from graphopt.execute.executable import Executable, build_executable
 from graphopt.execute.workspace import MeasuredWorkspace
 from graphopt.ir.hazards import protect_backward_reads, separate_updates
 from graphopt.ir.program import Program, Stage
-from graphopt.ir.spec import UPDATE_KINDS, InputKind, OutputKind, TensorSpec
+from graphopt.ir.spec import UPDATE_KINDS, OutputKind, TensorSpec
 from graphopt.optim.base import Optimizer
 from graphopt.options import CompileOptions
 from graphopt.pipeline.default import default_pipeline
@@ -203,8 +203,3 @@ def bind_batch(model: torch.nn.Module, batch: Any, *, allow_extra: bool = False)
     if isinstance(batch, Mapping):
         return binder.bind((), dict(batch))
     return binder.bind(tuple(batch), {})
-
-
-def batch_inputs(program: Program) -> tuple[str, ...]:
-    """Names of the batch inputs of a Program."""
-    return tuple(entry.name for _, entry in program.signature.inputs_of(InputKind.BATCH))

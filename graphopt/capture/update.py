@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -267,8 +267,3 @@ def _empty_program() -> Program:
     program = Program(GraphHolder(torch.nn.Module(), graph), Signature((), ()), stage=Stage.STEP)
     program.default_fake_mode = new_fake_mode()
     return program
-
-
-def number_names(buckets: Sequence[UpdateBucket]) -> tuple[str, ...]:
-    """The names of all numbers that ``buckets`` bring into a graph."""
-    return tuple(f"{name}.{bucket.name}" for bucket in buckets for name in bucket.numbers)

@@ -53,6 +53,14 @@ def run_segment(segment: CompiledSegment, inputs: Sequence[Any], carried: list[A
     return carried
 
 
+def run_before_commit(executable: Executable, inputs: Sequence[Any], outputs: list[Any]) -> list[Any]:
+    """Run all segments but the last, which alone writes parameters and state; returns what they carry on to it."""
+    carried: list[Any] = []
+    for segment in executable.segments[:-1]:
+        carried = run_segment(segment, inputs, carried, outputs)
+    return carried
+
+
 def build_executable(program: Program, *, title: str) -> Executable:
     """Plan, emit and compile ``program``."""
     program = program.copy()

@@ -27,7 +27,7 @@ from graphopt.capture.update import (
 )
 from graphopt.errors import BatchError, StateError
 from graphopt.execute.cache import SignatureCache, ambient_key, batch_key, describe_batch
-from graphopt.execute.executable import Executable, run_segment
+from graphopt.execute.executable import Executable, run_before_commit, run_segment
 from graphopt.execute.inputs import collect_inputs, refuse_aliased, user_outputs, write_back
 from graphopt.execute.interrupts import held_interrupts
 from graphopt.execute.model_view import ModelView, eval_mode, view_model
@@ -166,9 +166,7 @@ class TrainStep:
         inputs = collect_inputs(program, view, bound, self._state_source(buckets))
         outputs: list[Any] = [None] * len(program.signature.outputs)
         with plain_execution():
-            carried: list[Any] = []
-            for segment in executable.segments[:-1]:
-                carried = run_segment(segment, inputs, carried, outputs)
+            carried = run_before_commit(executable, inputs, outputs)
             norm = _grad_norm(program, outputs)
             if norm is not None and norm - norm != 0:
                 carried.clear()
@@ -201,9 +199,7 @@ class TrainStep:
         inputs = collect_inputs(program, view, bound, self._state_source(()))
         outputs: list[Any] = [None] * len(program.signature.outputs)
         with plain_execution():
-            carried: list[Any] = []
-            for segment in executable.segments[:-1]:
-                carried = run_segment(segment, inputs, carried, outputs)
+            carried = run_before_commit(executable, inputs, outputs)
             with self._commit():
                 run_segment(executable.segments[-1], inputs, carried, outputs)
                 write_back(executable, inputs, outputs)
@@ -236,9 +232,7 @@ class TrainStep:
         loss = float(window.loss) / (weight if window.divides else 1.0)
         micro_batches = window.micro_batches
         with plain_execution():
-            carried: list[Any] = []
-            for segment in executable.segments[:-1]:
-                carried = run_segment(segment, inputs, carried, outputs)
+            carried = run_before_commit(executable, inputs, outputs)
             norm = _grad_norm(program, outputs)
             if norm is not None and norm - norm != 0:
                 self._skip(f"the gradient norm is {norm}", loss=loss, norm=norm)
