@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from graphopt.errors import ProgramError
+from graphopt.ir.decisions import DecisionTable
 from graphopt.ir.fake import FakeTensor, FakeTensorMode
 from graphopt.ir.spec import Input, Output, ScalarSpec, Signature, TensorSpec
 
@@ -57,7 +58,8 @@ class Program:
 
     ``module`` is an ``fx.GraphModule`` whose placeholders are ``signature.inputs`` in order, and whose output is one
     flat tuple, ``signature.outputs`` in order. Constants are tensors of the module, read by ``get_attr`` nodes.
-    Of ``node.meta`` only ``val`` (the fake value) is a contract; ``origins`` holds where nodes came from.
+    Of ``node.meta`` only ``val`` (the fake value) is a contract; ``origins`` holds where nodes came from, ``decisions``
+    what becomes of values between forward and backward.
     """
 
     def __init__(
@@ -75,6 +77,7 @@ class Program:
         self.origins: dict[str, Origin] = dict(origins or {})
         self.history = history
         self.default_fake_mode: FakeTensorMode | None = None
+        self.decisions = DecisionTable()
 
     # ---- reading -------------------------------------------------------------------------------------------------
 
@@ -249,7 +252,9 @@ class Program:
         for name, tensor in self.module._buffers.items():
             root.register_buffer(name, tensor, persistent=False)
         module = GraphHolder(root, graph)
-        return Program(module, self.signature, stage=self.stage, origins=self.origins, history=self.history)
+        program = Program(module, self.signature, stage=self.stage, origins=self.origins, history=self.history)
+        program.decisions = self.decisions
+        return program
 
     def run(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
         """The outputs for ``inputs`` (in signature order), interpreted node by node without gradients."""
