@@ -1,6 +1,6 @@
 """graphopt: a compiler for training steps."""
 
-from graphopt import errors, optim, passes
+from graphopt import checkpoint, errors, optim, passes
 from graphopt.api import capture, compile, optimize
 from graphopt.capture.differentiate import differentiate
 from graphopt.options import Accumulate
@@ -13,6 +13,7 @@ __all__ = [
     "Pipeline",
     "__version__",
     "capture",
+    "checkpoint",
     "compile",
     "differentiate",
     "errors",

@@ -12,6 +12,7 @@ import torch
 from graphopt.build import Builder, bind_batch
 from graphopt.capture.export import OutputRequest, capture_program
 from graphopt.capture.function_module import as_module
+from graphopt.checkpoint import policy_of
 from graphopt.errors import OutputError, UnsupportedError
 from graphopt.execute.module import CompiledModule
 from graphopt.execute.step import TrainStep
@@ -22,6 +23,7 @@ from graphopt.options import DEFAULT_MAX_SIGNATURES, Accumulate, CompileOptions,
 from graphopt.pipeline.default import default_pipeline
 from graphopt.pipeline.pass_base import Pass
 from graphopt.pipeline.pipeline import Pipeline, Verify
+from graphopt.planner.decide import MemoryRequest, check_budget
 
 DUMP_VARIABLE = "GRAPHOPT_DUMP"
 
@@ -50,13 +52,18 @@ def compile(
     ``outputs``: names of what is required (None: every tensor the model returns); everything else may be removed.
     ``loss``: the name of the loss among the outputs (default "loss"), or ``function(outputs, batch)`` that computes it.
     ``accumulate``: micro-batches per update, or an ``Accumulate``. ``clip_grad_norm``: largest global gradient norm.
+    ``checkpoint``: a policy such as ``graphopt.checkpoint.SqrtN()`` (several in a list), which says what the backward
+    part computes again or brings back from host memory. ``memory``: the most bytes that the whole step may take,
+    parameters, state and all, as a number, text such as "6GiB", or a ``Fraction`` of what it takes without; the planner
+    then chooses what to compute again. BudgetError names the smallest feasible budget if it cannot be met.
     ``dump``: a folder for program texts, emitted code and reports (default: the variable GRAPHOPT_DUMP).
     ``verify``: "structure", "infer" or "numeric", how much each pass is checked. ``passes``: passes beyond the default
     ones, as text or values, run at the stage each names (ANY: on the joint program).
 
     Compiling happens at the first batch. Raises UnsupportedError for options that this version does not have.
     """
-    refuse_later_options(precision=(precision, "fp32"), checkpoint=(checkpoint, None), memory=(memory, None))
+    refuse_later_options(precision=(precision, "fp32"))
+    policy, budget = policy_of(checkpoint), check_budget(memory)
     if optimizer is not None and not isinstance(optimizer, Optimizer):
         raise UnsupportedError(
             f"optimizer expects a graphopt.optim value such as graphopt.optim.AdamW(lr=1e-4), came "
@@ -72,8 +79,10 @@ def compile(
         backend=backend,
         dump=_writable(folder),
         verify=Verify(verify),
-        passes=None if passes is None else _extended(passes),
+        passes=None if passes is None else _extended(passes, MemoryRequest(policy, budget)),
         max_signatures=max_signatures,
+        checkpoint=policy,
+        memory=budget,
     )
     builder = Builder(as_module(model), options)
     return CompiledModule(builder) if optimizer is None else TrainStep(builder)
@@ -142,13 +151,13 @@ def _as_pipeline(passes: Passes) -> Pipeline:
     return passes if isinstance(passes, Pipeline) else Pipeline(tuple(passes))
 
 
-def _extended(passes: Passes) -> tuple[Pipeline, Pipeline, Pipeline]:
+def _extended(passes: Passes, memory: MemoryRequest) -> tuple[Pipeline, Pipeline, Pipeline]:
     """The default pipelines of forward, joint and step, with ``passes`` added behind those of their stage."""
     added = _as_pipeline(passes).passes
     result = []
     for stage in (Stage.FORWARD, Stage.JOINT, Stage.STEP):
         own = [item for item in added if item.stage == stage or (item.stage == Stage.ANY and stage is Stage.JOINT)]
-        default = list(default_pipeline(stage).passes)
+        default = list(default_pipeline(stage, memory).passes)
         # Behind the functional passes, before the one that writes in place.
         tail = [item for item in default if item.in_place]
         result.append(Pipeline((*(item for item in default if not item.in_place), *own, *tail)))

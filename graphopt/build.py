@@ -27,6 +27,7 @@ from graphopt.options import CompileOptions
 from graphopt.pipeline.default import default_pipeline
 from graphopt.pipeline.dump import Dump
 from graphopt.pipeline.pipeline import Pipeline
+from graphopt.planner.decide import MemoryRequest
 from graphopt.report.build import build_report
 
 
@@ -60,7 +61,7 @@ class Builder:
     def pipeline(self, stage: Stage) -> Pipeline:
         """The passes of a stage: the default ones unless options name others."""
         if self.options.passes is None:
-            return default_pipeline(stage)
+            return default_pipeline(stage, MemoryRequest(self.options.checkpoint, self.options.memory))
         return self.options.passes[(Stage.FORWARD, Stage.JOINT, Stage.STEP).index(stage)]
 
     def run_passes(self, program: Program, stage: Stage, dump: Dump | None) -> Program:

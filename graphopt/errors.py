@@ -41,3 +41,11 @@ class StateError(GraphoptError):
 
 class DataError(GraphoptError, ValueError):
     """A file or text given by the user cannot be used."""
+
+
+class BudgetError(GraphoptError, ValueError):
+    """A step cannot be made to fit into its budget. ``smallest_bytes``: the smallest budget that some plan meets."""
+
+    def __init__(self, message: str, smallest_bytes: int) -> None:
+        super().__init__(message)
+        self.smallest_bytes = smallest_bytes

@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from graphopt.checkpoint import Policy
 from graphopt.errors import UnsupportedError
 from graphopt.optim.base import Optimizer
 from graphopt.pipeline.pipeline import Pipeline, Verify
+from graphopt.planner.decide import Budget
 
 Reduction = Literal["auto", "mean", "sum"]
 DEFAULT_MAX_SIGNATURES = 8
@@ -49,6 +51,8 @@ class CompileOptions:
     verify: Verify
     passes: tuple[Pipeline, Pipeline, Pipeline] | None
     max_signatures: int
+    checkpoint: Policy | None = None
+    memory: Budget | None = None
 
     def __post_init__(self) -> None:
         if self.backend == "inductor":

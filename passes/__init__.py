@@ -4,20 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from graphopt.passes.decide_memory import DecideMemory
 from graphopt.passes.dedupe import Dedupe
 from graphopt.passes.drop_dead import DropDead
 from graphopt.passes.fold_constants import FoldConstants
 from graphopt.passes.fold_identities import FoldIdentities
+from graphopt.passes.recompute import Recompute
 from graphopt.passes.restore_attention import RestoreAttention
 from graphopt.passes.reuse_last_use import ReuseLastUse
 from graphopt.passes.simplify_algebra import SimplifyAlgebra
 from graphopt.pipeline.pass_base import Pass
 
 BY_NAME: Mapping[str, type[Pass]] = {
+    "decide-memory": DecideMemory,
     "dedupe": Dedupe,
     "drop-dead": DropDead,
     "fold-constants": FoldConstants,
     "fold-identities": FoldIdentities,
+    "recompute": Recompute,
     "restore-attention": RestoreAttention,
     "reuse-last-use": ReuseLastUse,
     "simplify-algebra": SimplifyAlgebra,

@@ -24,18 +24,24 @@ IMPORTS: dict[str, frozenset[str]] = {
     "kernels": frozenset(),
     "ir": frozenset({"errors"}),
     "optim": frozenset({"errors"}),
-    "pipeline": frozenset({"errors", "ir"}),
-    "passes": frozenset({"ir", "pipeline"}),
-    "options": frozenset({"errors", "optim", "pipeline"}),
+    "checkpoint": frozenset({"errors", "ir"}),
+    "planner": frozenset({"errors", "ir", "checkpoint"}),
+    "pipeline": frozenset({"errors", "ir", "planner"}),
+    "passes": frozenset({"errors", "ir", "pipeline", "checkpoint", "planner"}),
+    "options": frozenset({"errors", "optim", "checkpoint", "planner", "pipeline"}),
     "user_files": frozenset({"errors", "pipeline"}),
     "capture": frozenset({"errors", "ir", "optim"}),
     "execute": frozenset({"errors", "ir", "optim", "capture"}),
     "report": frozenset({"errors", "ir", "pipeline", "capture", "execute"}),
     "train": frozenset({"errors", "ir", "execute"}),
-    "build": frozenset({"errors", "ir", "optim", "pipeline", "options", "capture", "execute", "report"}),
-    "api": frozenset({"errors", "ir", "optim", "pipeline", "options", "capture", "execute", "build"}),
+    "build": frozenset({"errors", "ir", "optim", "planner", "pipeline", "options", "capture", "execute", "report"}),
+    "api": frozenset(
+        {"errors", "ir", "optim", "checkpoint", "planner", "pipeline", "options", "capture", "execute", "build"}
+    ),
     "dry_run": frozenset({"ir", "pipeline", "options", "report", "build", "api"}),
-    "graphopt": frozenset({"errors", "version", "optim", "pipeline", "passes", "options", "capture", "train", "api"}),
+    "graphopt": frozenset(
+        {"errors", "version", "optim", "checkpoint", "pipeline", "passes", "options", "capture", "train", "api"}
+    ),
     "cli": frozenset({"errors", "version", "pipeline", "user_files", "train", "dry_run"}),
     "__main__": frozenset({"cli"}),
 }
@@ -52,8 +58,8 @@ EXCEPTIONS: dict[tuple[str, str], str] = {
 # Of the exceptions, those that must stay inside a function (or under TYPE_CHECKING), because they close a circle.
 NOT_AT_IMPORT = frozenset(EXCEPTIONS) - {("graphopt.pipeline.default", "passes"), ("graphopt.train.demo", "graphopt")}
 
-# Passes know the IR and what a pass is; not how a pipeline runs them, and not each other.
-PASSES_MAY_IMPORT = re.compile(r"graphopt\.(ir(\.\w+)?|pipeline\.pass_base|errors)")
+# Passes know the IR, what a pass is and how memory is planned; not how a pipeline runs them, and not each other.
+PASSES_MAY_IMPORT = re.compile(r"graphopt\.(ir(\.\w+)?|planner(\.\w+)?|checkpoint|pipeline\.pass_base|errors)")
 
 # Where private torch modules may be imported.
 PRIVATE_TORCH_PARTS = frozenset({"capture", "execute"})

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import re
+
+from graphopt.errors import UnsupportedError
+
 _STEP = 1024
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
@@ -21,3 +25,21 @@ def format_bytes(num_bytes: int) -> str:
 def format_seconds(seconds: float) -> str:
     """``seconds`` as milliseconds below one second: ``12.3 ms``, ``1.25 s``."""
     return f"{seconds * 1000:.1f} ms" if seconds < 1 else f"{seconds:.2f} s"
+
+
+_SIZE = re.compile(r"\s*(?P<number>\d+(\.\d+)?)\s*(?P<unit>[A-Za-z]*)\s*")
+_FACTORS = {
+    **{unit.lower(): _STEP**power for power, unit in enumerate(_UNITS)},
+    **{unit.lower(): 1000**power for power, unit in enumerate(("B", "kB", "MB", "GB", "TB"))},
+    "": 1,
+}
+
+
+def parse_bytes(size: int | str, *, name: str = "size") -> int:
+    """``"2GiB"``, ``"1.5 GB"``, ``"800MiB"`` or a whole number as bytes; UnsupportedError names ``name`` otherwise."""
+    if isinstance(size, int) and not isinstance(size, bool) and size > 0:
+        return size
+    match = _SIZE.fullmatch(size) if isinstance(size, str) else None
+    if match is None or match["unit"].lower() not in _FACTORS or float(match["number"]) <= 0:
+        raise UnsupportedError(f"{name} expects bytes as a whole number or text such as '2GiB', came {size!r}")
+    return int(float(match["number"]) * _FACTORS[match["unit"].lower()])

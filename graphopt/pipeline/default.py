@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from graphopt.ir.program import Stage
+from graphopt.passes.decide_memory import DecideMemory
 from graphopt.passes.dedupe import Dedupe
 from graphopt.passes.drop_dead import DropDead
 from graphopt.passes.fold_constants import FoldConstants
 from graphopt.passes.fold_identities import FoldIdentities
+from graphopt.passes.recompute import Recompute
 from graphopt.passes.restore_attention import RestoreAttention
 from graphopt.passes.reuse_last_use import ReuseLastUse
 from graphopt.passes.simplify_algebra import SimplifyAlgebra
+from graphopt.pipeline.pass_base import Pass
 from graphopt.pipeline.pipeline import Pipeline
+from graphopt.planner.decide import NO_REQUEST, MemoryRequest
 
 
 def forward_pipeline() -> Pipeline:
@@ -38,21 +42,32 @@ def joint_pipeline() -> Pipeline:
     )
 
 
-def step_pipeline() -> Pipeline:
-    """What runs on the whole step, update included."""
+def step_pipeline(memory: MemoryRequest = NO_REQUEST) -> Pipeline:
+    """What runs on the whole step, update included; ``memory``: the checkpoint policy and the budget."""
     return Pipeline(
         (
             Dedupe(),  # bias corrections and other numbers that parameters share
             DropDead(),  # their duplicates
+            *memory_passes(memory),
             ReuseLastUse(),  # last: from here on the program writes in place
         )
     )
 
 
-def default_pipeline(stage: Stage) -> Pipeline:
+def memory_passes(memory: MemoryRequest) -> tuple[Pass, ...]:
+    """The passes that decide and act on what is kept for the backward part; none when nothing is asked for."""
+    if memory.is_idle:
+        return ()
+    return (
+        # After all that changes order or calls: it plans the peak of what really runs.
+        DecideMemory(memory.policy, memory.budget, memory.reserved_bytes),
+        Recompute(),  # before offload: a value that is dropped needs no place anywhere
+        DropDead(),  # forward calls that only the backward part needed, which now has its own
+    )
+
+
+def default_pipeline(stage: Stage, memory: MemoryRequest = NO_REQUEST) -> Pipeline:
     """The default pipeline of a stage."""
-    return {
-        Stage.FORWARD: forward_pipeline,
-        Stage.JOINT: joint_pipeline,
-        Stage.STEP: step_pipeline,
-    }[stage]()
+    if stage is Stage.STEP:
+        return step_pipeline(memory)
+    return {Stage.FORWARD: forward_pipeline, Stage.JOINT: joint_pipeline}[stage]()

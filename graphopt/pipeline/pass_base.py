@@ -10,6 +10,7 @@ from typing import ClassVar
 
 from torch import fx
 
+from graphopt.ir.liveness import Workspace
 from graphopt.ir.program import Program, Stage
 
 
@@ -64,6 +65,10 @@ class Pass(ABC):
     @abstractmethod
     def apply(self, program: Program) -> Changes:
         """Rewrite ``program`` in place and say what changed. Must not change what its signature means."""
+
+    def prepared(self, workspace: Workspace) -> Pass:
+        """The pass as a pipeline runs it that knows what operators allocate inside themselves; most do not care."""
+        return self
 
     def options(self) -> dict[str, object]:
         """Options that differ from their defaults, by name."""

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from graphopt.errors import PipelineError, ProgramError
+from graphopt.errors import BudgetError, PipelineError, ProgramError, UnsupportedError
 from graphopt.ir.liveness import Workspace, no_workspace, plan_memory, saved_bytes
 from graphopt.ir.program import Program, Stage
 from graphopt.pipeline.parse import parse_passes
@@ -120,9 +120,11 @@ class _Run:
         program = before.program.copy()
         started = time.perf_counter()
         try:
-            changes = item.apply(program)
+            changes = item.prepared(self.workspace).apply(program)
         except ProgramError as error:
             raise contract_error(item, before.program, program, str(error)) from error
+        except (BudgetError, UnsupportedError):
+            raise  # what the user asked for cannot be done; the pass is not at fault
         except Exception as error:
             raise contract_error(item, before.program, program, f"it raised {type(error).__name__}: {error}") from error
         seconds = time.perf_counter() - started

@@ -1,0 +1,150 @@
+"""From a policy or a budget to the decision table of a program."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fractions import Fraction
+
+from graphopt.checkpoint import Offload, Policy, policy_parts
+from graphopt.errors import BudgetError, UnsupportedError
+from graphopt.ir.decisions import Action, DecisionTable
+from graphopt.ir.liveness import Workspace
+from graphopt.ir.program import Program
+from graphopt.ir.units import format_bytes, parse_bytes
+from graphopt.planner.costs import DEFAULT_RATES, Rates, call_seconds
+from graphopt.planner.frontier import search_frontier
+from graphopt.planner.policies import policy_choice
+from graphopt.planner.schedule import KEEP_ALL
+from graphopt.planner.simulate import Outcome, simulate
+from graphopt.planner.step_graph import StepGraph, step_graph
+from graphopt.planner.table import choice_of, decision_table
+
+Budget = int | str | Fraction
+
+_LARGEST_SHOWN = 3
+
+
+@dataclass(frozen=True)
+class MemoryRequest:
+    """What is asked for: a policy, a budget of the whole step, both, or neither.
+
+    ``budget``: bytes (a number or text such as "2GiB"), or a Fraction of what the step needs when it keeps everything.
+    ``reserved_bytes``: what rests beside the program while it runs (optimizer state that this program does not read).
+    """
+
+    policy: Policy | None = None
+    budget: Budget | None = None
+    reserved_bytes: int = 0
+    rates: Rates = DEFAULT_RATES
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is asked for."""
+        return self.policy is None and self.budget is None
+
+
+NO_REQUEST = MemoryRequest()
+
+
+def check_budget(budget: object) -> Budget | None:
+    """``budget`` as ``compile`` takes it; raises UnsupportedError for what is no budget."""
+    if budget is None:
+        return None
+    if isinstance(budget, Fraction):
+        if budget <= 0:
+            raise UnsupportedError(f"memory expects a positive Fraction of the whole step, came {budget}")
+        return budget
+    if isinstance(budget, float):
+        raise UnsupportedError(
+            f"memory expects bytes, text such as '2GiB' or a Fraction of the whole step, came the float {budget!r}: "
+            f"write memory=Fraction({budget!r})"
+        )
+    if isinstance(budget, (int, str)):
+        parse_bytes(budget, name="memory")
+        return budget
+    raise UnsupportedError(f"memory expects bytes, text such as '2GiB' or a Fraction, came {budget!r}")
+
+
+def decide(program: Program, request: MemoryRequest, workspace: Workspace) -> DecisionTable:
+    """The decisions for ``program`` (functional, at stage step). Raises BudgetError when the budget cannot be met."""
+    graph = step_graph(program, seconds=call_seconds(program, request.rates), workspace=workspace)
+    whole = graph.resident_bytes + request.reserved_bytes
+    recompute = [part for part in policy_parts(request.policy) if not isinstance(part, Offload)]
+    if recompute:
+        outcome = simulate(graph, policy_choice(program, graph, recompute))
+        return _checked(program, graph, outcome, request, whole)
+    if request.budget is None:
+        return _checked(program, graph, simulate(graph, KEEP_ALL), request, whole)
+    return _planned(program, graph, request, whole)
+
+
+def _planned(program: Program, graph: StepGraph, request: MemoryRequest, whole: int) -> DecisionTable:
+    everything = simulate(graph, KEEP_ALL)
+    limit = _limit(request, whole, everything)
+    if everything.peak_bytes <= limit:
+        note = f"the budget of {format_bytes(limit + whole)} holds without dropping anything"
+        return _table(program, graph, everything, f"memory={request.budget}", (note,))
+    frontier = search_frontier(graph)
+    best = frontier.best(limit)
+    if best is None:
+        smallest = min(frontier.outcomes, key=lambda outcome: outcome.peak_bytes)
+        raise BudgetError(_budget_message(program, graph, smallest, limit, whole), smallest.peak_bytes + whole)
+    note = f"smallest feasible budget found: {format_bytes(frontier.smallest_peak + whole)}"
+    return _table(program, graph, best, f"memory={request.budget}", (note,))
+
+
+def _checked(program: Program, graph: StepGraph, outcome: Outcome, request: MemoryRequest, whole: int) -> DecisionTable:
+    """The table of a policy's outcome; with a budget beside the policy, the budget must hold."""
+    policy = str(request.policy) if request.policy is not None else "save everything"
+    if request.budget is not None:
+        limit = _limit(request, whole, simulate(graph, KEEP_ALL))
+        if outcome.peak_bytes > limit:
+            message = _budget_message(program, graph, outcome, limit, whole)
+            advice = f"; {policy} decides what is kept: leave checkpoint out and the planner decides"
+            raise BudgetError(message + advice, outcome.peak_bytes + whole)
+    return _table(program, graph, outcome, policy, ())
+
+
+def _table(program: Program, graph: StepGraph, outcome: Outcome, policy: str, notes: tuple[str, ...]) -> DecisionTable:
+    table = decision_table(program, graph, outcome, policy=policy, notes=notes)
+    # What the table says is what runs: values marked as renewed but computed once are not renewed.
+    settled = simulate(graph, choice_of(graph, table))
+    if settled.choice != outcome.choice and settled.peak_bytes <= outcome.peak_bytes:
+        table = decision_table(program, graph, settled, policy=policy, notes=notes)
+    joined = program.decisions.joined(*table.rows, notes=notes)
+    return DecisionTable(table.policy, joined.rows, table.phases, joined.notes)
+
+
+def _limit(request: MemoryRequest, whole: int, everything: Outcome) -> int:
+    """The budget above what rests, in bytes."""
+    budget = request.budget
+    assert budget is not None, "a budget is given"
+    if isinstance(budget, Fraction):
+        return int((whole + everything.peak_bytes) * budget) - whole
+    return parse_bytes(budget, name="memory") - whole
+
+
+def _budget_message(program: Program, graph: StepGraph, smallest: Outcome, limit: int, whole: int) -> str:
+    k = smallest.peak_at
+    held = sorted(
+        (
+            (size, s)
+            for s, size, birth, death in zip(
+                smallest.content, smallest.storage_bytes, smallest.birth, smallest.death, strict=True
+            )
+            if 0 <= birth <= k <= death
+        ),
+        reverse=True,
+    )
+    largest = ", ".join(
+        f"{graph.nodes[graph.value[s]].name} ({format_bytes(size)})" for size, s in held[:_LARGEST_SHOWN]
+    )
+    return (
+        f"the budget of {format_bytes(limit + whole)} cannot be met: {format_bytes(whole)} rest between steps "
+        f"(parameters, state, batch), and the smallest peak found above them is {format_bytes(smallest.peak_bytes)}, "
+        f"at {graph.nodes[smallest.order.node[k]].name}, where the largest values are {largest or 'none'}. The smallest "
+        f"feasible budget is {format_bytes(smallest.peak_bytes + whole)} ({smallest.peak_bytes + whole} bytes)"
+    )
+
+
+__all__ = ["Action", "Budget", "MemoryRequest", "check_budget", "decide"]

@@ -1,0 +1,175 @@
+"""The peak of a Schedule: what ``plan_memory`` says of the rewritten program after ``reuse-last-use``, in integers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from graphopt.planner.schedule import Choice, Schedule, schedule
+from graphopt.planner.step_graph import StepGraph
+
+_FOREVER = 1 << 60
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a Choice leads to. ``live[k]``: bytes above the resident ones while entry k of the schedule runs;
+    ``seconds``: cost of all that runs again; ``storage_of[k]``: numbers of the storages that entry k allocates;
+    ``storage_bytes``, ``birth``, ``death``: of each storage, its bytes and the entries it lives from and to."""
+
+    choice: Choice
+    order: Schedule
+    live: Sequence[int]
+    peak_bytes: int
+    peak_at: int
+    seconds: float
+    content: Sequence[int]
+    storage_bytes: Sequence[int]
+    birth: Sequence[int]
+    death: Sequence[int]
+
+
+def simulate(graph: StepGraph, choice: Choice) -> Outcome:
+    """The Outcome of ``choice``, exact to the byte."""
+    order = schedule(graph, choice)
+    seconds = sum(graph.seconds[i] for i, twin in zip(order.node, order.is_twin, strict=True) if twin)
+    return _Simulation(graph, choice, order).outcome(seconds)
+
+
+class _Simulation:
+    """Storages are numbered as entries allocate them; resident ones are negative: ``-1 - s``."""
+
+    def __init__(self, graph: StepGraph, choice: Choice, order: Schedule) -> None:
+        self.graph = graph
+        self.choice = choice
+        self.order = order
+        self.storage: list[tuple[tuple[int, int], ...]] = []  # per entry: (storage of the program, number)
+        self.nbytes: list[int] = []
+        self.content: list[int] = []  # the program's storage that a number is an instance of
+        self.birth: list[int] = []
+        self._number()
+        self.last_read = self._last_reads()
+        self.joined = list(range(len(self.nbytes)))  # a number whose memory another took over points to it
+
+    def _number(self) -> None:
+        graph, order = self.graph, self.order
+        for k, (i, arguments) in enumerate(zip(order.node, order.arguments, strict=True)):
+            made = graph.made[i]
+            held = []
+            for s in graph.held[i]:
+                if graph.resident[s]:
+                    held.append((s, -1 - s))
+                elif s in made:
+                    held.append((s, len(self.nbytes)))
+                    self.nbytes.append(graph.nbytes[s])
+                    self.content.append(s)
+                    self.birth.append(k)
+                else:
+                    held.append((s, next(n for a in arguments for t, n in self.storage[a] if t == s)))
+            self.storage.append(tuple(held))
+
+    def _last_reads(self) -> dict[int, int]:
+        last: dict[int, int] = {}
+        for k, arguments in enumerate(self.order.arguments):
+            for a in arguments:
+                held = self.storage[a]
+                # A tuple is unpacked as soon as it is made: who picks one element does not hold the others.
+                for n in (
+                    {n for _, n in held} & {n for _, n in self.storage[k]} if len(held) > 1 else (n for _, n in held)
+                ):
+                    last[n] = k
+        return last
+
+    def outcome(self, seconds: float) -> Outcome:
+        graph, order = self.graph, self.order
+        kept = self._kept()
+        self._reuse(kept)
+        death = self._deaths()
+        changes = [0] * (len(order.node) + 1)
+        born = [-1] * len(self.nbytes)
+        for n, start in enumerate(self.birth):
+            root = self.joined[n]
+            if root == n:
+                born[n] = start
+                changes[start] += self.nbytes[n]
+                if death[n] < len(order.node):
+                    changes[death[n] + 1] -= self.nbytes[n]
+        live, level, peak, peak_at = [0] * len(order.node), 0, 0, 0
+        for k, i in enumerate(order.node):
+            level += changes[k]
+            live[k] = level + graph.workspace[i]
+            if live[k] > peak:
+                peak, peak_at = live[k], k
+        return Outcome(self.choice, order, live, peak, peak_at, seconds, self.content, self.nbytes, born, death)
+
+    def _kept(self) -> set[int]:
+        """Numbers that nothing may write into: they leave the program or belong to the caller."""
+        kept = {
+            n
+            for k, i in enumerate(self.order.node)
+            if i in self.graph.returned and not self.order.is_twin[k]
+            for _, n in self.storage[k]
+        }
+        for value, _ in self.graph.writes:
+            kept.update(n for _, n in self.storage[self._entry_of(value)])
+        kept.update(
+            -1 - s for s, resident in enumerate(self.graph.resident) if resident and s not in self.graph.overwritten
+        )
+        return kept
+
+    def _entry_of(self, i: int) -> int:
+        if not hasattr(self, "_entries"):
+            self._entries = {j: k for k, j in enumerate(self.order.node) if not self.order.is_twin[k]}
+        return self._entries[i]
+
+    def _reuse(self, kept: set[int]) -> None:
+        """As ``reuse-last-use``: a pointwise call writes into its first argument that dies with it."""
+        reusable, last = self.graph.reusable, self.last_read
+        members: dict[int, list[int]] = {}
+        for k, i in enumerate(self.order.node):
+            if not reusable[i]:
+                continue
+            own = self.storage[k][0][1]
+            for operand in reusable[i]:
+                entry = next(a for a in self.order.arguments[k] if self.order.node[a] == operand)
+                number = self._root(self.storage[entry][0][1])
+                if number in kept or last.get(number) != k or number == own:
+                    continue
+                moved = [own, *members.pop(own, [])]
+                members.setdefault(number, []).extend(moved)
+                for n in moved:
+                    self.joined[n] = number
+                last[number] = max(last.get(own, -1), k)
+                if own in kept:
+                    kept.add(number)
+                break
+
+    def _root(self, number: int) -> int:
+        return self.joined[number] if number >= 0 else number
+
+    def _deaths(self) -> list[int]:
+        """The last entry during which each number's memory is held."""
+        order, graph = self.order, self.graph
+        death = [-1] * len(self.nbytes)
+        for k, held in enumerate(self.storage):
+            for _, n in held:
+                root = self._root(n)
+                if root >= 0 and death[root] < k:
+                    death[root] = k
+        for n, k in self.last_read.items():
+            root = self._root(n)
+            if root >= 0 and death[root] < k:
+                death[root] = k
+        for k, i in enumerate(order.node):
+            if i in graph.returned and not order.is_twin[k]:
+                for _, n in self.storage[k]:
+                    if self._root(n) >= 0:
+                        death[self._root(n)] = _FOREVER
+        for value, target in graph.writes:
+            entry = self._entry_of(value)
+            written = max(entry, *(self.last_read.get(-1 - s, -1) for s in graph.held[target]))
+            for _, n in self.storage[entry]:
+                root = self._root(n)
+                if root >= 0:
+                    death[root] = max(death[root], written)
+        return death

@@ -1,0 +1,180 @@
+"""A functional Program as integers, for simulations that run hundreds of times."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import fx
+
+from graphopt.ir import ops
+from graphopt.ir.in_place import has_in_place_form
+from graphopt.ir.liveness import Workspace, forward_end
+from graphopt.ir.program import Program, nodes_in
+from graphopt.ir.spec import UPDATE_KINDS, InputKind, OutputKind, TensorSpec, updated_input_kind
+from graphopt.ir.storage import storage_map
+
+
+@dataclass(frozen=True)
+class StepGraph:
+    """Nodes (inputs, constants and calls, in order) and storages of a Program by number.
+
+    ``is_call[i]``; ``arguments[i]``: nodes that call i reads; ``held[i]``: storages that node i refers to; ``made[i]``:
+    those that it allocates; ``maker[s]``: the node that allocates storage s; ``value[s]``: the node that stands for the
+    storage's content; ``resident[s]``: whether it belongs to the caller. ``reusable[i]``: arguments whose memory call i
+    can write its result into, if they die there. ``overwritten``: resident storages that the step updates in place.
+    ``returned``: nodes that leave the program; ``writes``: (value, target) of updates written as soon as possible.
+    ``first_late``: the first call of the backward part. ``repeatable[i]``: whether running call i again gives the same
+    and leaves no trace. ``seconds[i]``: what it costs by the cost model; ``workspace[i]``: bytes inside it.
+    """
+
+    nodes: tuple[fx.Node, ...]
+    is_call: tuple[bool, ...]
+    arguments: tuple[tuple[int, ...], ...]
+    held: tuple[tuple[int, ...], ...]
+    made: tuple[tuple[int, ...], ...]
+    maker: tuple[int, ...]
+    value: tuple[int, ...]
+    nbytes: tuple[int, ...]
+    resident: tuple[bool, ...]
+    overwritten: frozenset[int]
+    returned: frozenset[int]
+    writes: tuple[tuple[int, int], ...]
+    reusable: tuple[tuple[int, ...], ...]
+    repeatable: tuple[bool, ...]
+    seconds: tuple[float, ...]
+    workspace: tuple[int, ...]
+    first_late: int
+    resident_bytes: int
+    index: dict[fx.Node, int] = field(repr=False)
+
+    @property
+    def num_nodes(self) -> int:
+        """How many nodes there are."""
+        return len(self.nodes)
+
+    def early_storages(self) -> tuple[int, ...]:
+        """Storages that calls of the forward part allocate, in order."""
+        return tuple(s for s, maker in enumerate(self.maker) if maker < self.first_late and not self.resident[s])
+
+
+def step_graph(program: Program, *, seconds: dict[fx.Node, float], workspace: Workspace) -> StepGraph:
+    """The StepGraph of a functional ``program``; ``seconds`` are the costs of its calls."""
+    storages = storage_map(program)
+    nodes = tuple(node for node in program.graph.nodes if node.op != "output")
+    index = {node: i for i, node in enumerate(nodes)}
+    maker: dict[int, int] = {}
+    value: dict[int, int] = {}
+    made: list[tuple[int, ...]] = []
+    for i, node in enumerate(nodes):
+        fresh = tuple(s for s in storages.held[node] if s not in maker)
+        maker.update(dict.fromkeys(fresh, i))
+        made.append(fresh)
+        if isinstance(node.meta.get("val"), torch.Tensor):
+            for s in storages.held[node]:
+                value.setdefault(s, i)
+    calls = program.ops()
+    split = forward_end(program)
+    return StepGraph(
+        nodes=nodes,
+        is_call=tuple(node.op == "call_function" for node in nodes),
+        arguments=tuple(tuple(index[argument] for argument in node.all_input_nodes) for node in nodes),
+        held=tuple(storages.held[node] for node in nodes),
+        made=tuple(made),
+        maker=tuple(maker[s] for s in range(len(storages.nbytes))),
+        value=tuple(value.get(s, maker[s]) for s in range(len(storages.nbytes))),
+        nbytes=storages.nbytes,
+        resident=tuple(s in storages.resident for s in range(len(storages.nbytes))),
+        overwritten=_overwritten(program, storages.held),
+        returned=_returned(program, index),
+        writes=_writes(program, storages.held, index),
+        reusable=tuple(_reusable(program, node, storages.held, storages.nbytes, index) for node in nodes),
+        repeatable=tuple(node.op != "call_function" or ops.is_pure(node) for node in nodes),
+        seconds=tuple(seconds.get(node, 0.0) for node in nodes),
+        workspace=tuple(workspace(node) if node.op == "call_function" else 0 for node in nodes),
+        first_late=index[calls[split]] if split < len(calls) else len(nodes),
+        resident_bytes=sum(storages.nbytes[s] for s in storages.resident),
+        index=index,
+    )
+
+
+def _targets(program: Program) -> list[tuple[fx.Node, fx.Node, OutputKind]]:
+    """(value, input it is written into, kind) of every update."""
+    placeholders = program.placeholders()
+    found = []
+    for value, output in zip(program.output_values(), program.signature.outputs, strict=True):
+        if output.kind in UPDATE_KINDS:
+            position = program.signature.input_index(output.name, updated_input_kind(output.kind))
+            assert position is not None, f"no input to update for output {output.name!r}"
+            found.append((value, placeholders[position], output.kind))
+    return found
+
+
+def _overwritten(program: Program, held: dict[fx.Node, tuple[int, ...]]) -> frozenset[int]:
+    kinds = (OutputKind.PARAM_UPDATE, OutputKind.STATE_UPDATE)
+    inputs = dict(zip(program.placeholders(), program.signature.inputs, strict=True))
+    return frozenset(
+        s
+        for _, target, kind in _targets(program)
+        if kind in kinds and inputs[target].kind is not InputKind.BUFFER
+        for s in held[target]
+    )
+
+
+def _returned(program: Program, index: dict[fx.Node, int]) -> frozenset[int]:
+    """Nodes that are held to the end: outputs, and updates that are written when all has succeeded."""
+    late = (OutputKind.BUFFER_UPDATE, OutputKind.BATCH_UPDATE)
+    return frozenset(
+        index[value]
+        for value, output in zip(program.output_values(), program.signature.outputs, strict=True)
+        if nodes_in((value,)) and (output.kind not in UPDATE_KINDS or output.kind in late)
+    )
+
+
+def _writes(
+    program: Program, held: dict[fx.Node, tuple[int, ...]], index: dict[fx.Node, int]
+) -> tuple[tuple[int, int], ...]:
+    kinds = (OutputKind.PARAM_UPDATE, OutputKind.STATE_UPDATE)
+    return tuple(
+        (index[value], index[target])
+        for value, target, kind in _targets(program)
+        if kind in kinds and value.op == "call_function" and set(held[value]).isdisjoint(held[target])
+    )
+
+
+def _reusable(
+    program: Program,
+    node: fx.Node,
+    held: dict[fx.Node, tuple[int, ...]],
+    nbytes: tuple[int, ...],
+    index: dict[fx.Node, int],
+) -> tuple[int, ...]:
+    """Arguments that the pass ``reuse-last-use`` could let ``node`` write into, first to last."""
+    if node.op != "call_function" or not ops.is_pointwise(node) or not ops.is_pure(node) or len(held[node]) != 1:
+        return ()
+    result = node.meta["val"]
+    if result.is_conj() or result.is_neg():
+        return ()
+    spec = TensorSpec.of(result)
+    return tuple(
+        index[operand]
+        for operand in ops.tensor_arguments(node)
+        if _fits(node, operand, spec, held, nbytes) and has_in_place_form(node, operand)
+    )
+
+
+def _fits(
+    node: fx.Node, operand: fx.Node, spec: TensorSpec, held: dict[fx.Node, tuple[int, ...]], nbytes: tuple[int, ...]
+) -> bool:
+    content = operand.meta.get("val")
+    if not isinstance(content, torch.Tensor) or content.is_conj() or content.is_neg():
+        return False
+    if TensorSpec.of(content) != spec or spec.nbytes != nbytes[held[operand][0]] or held[operand] == held[node]:
+        return False
+    for other in ops.tensor_arguments(node):
+        if other is operand or held[other] != held[operand]:
+            continue
+        view = other.meta["val"]
+        if TensorSpec.of(view) != spec or view.storage_offset() != content.storage_offset():
+            return False
+    return True

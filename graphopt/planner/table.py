@@ -1,0 +1,93 @@
+"""The decision table of an Outcome, and the Choice that a table stands for."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from graphopt.errors import ProgramError
+from graphopt.ir.decisions import Action, Decision, DecisionTable
+from graphopt.ir.program import Program
+from graphopt.planner.schedule import Choice
+from graphopt.planner.simulate import Outcome
+from graphopt.planner.step_graph import StepGraph
+
+
+def decision_table(
+    program: Program,
+    graph: StepGraph,
+    outcome: Outcome,
+    *,
+    policy: str,
+    reasons: dict[int, str] | None = None,
+    notes: tuple[str, ...] = (),
+) -> DecisionTable:
+    """One row for each value of the forward part that the backward part needs, itself or to compute others again.
+
+    ``reasons``: why a storage was decided as it was, where there is more to say than the general reason.
+    """
+    copies = Counter(
+        s
+        for i, twin in zip(outcome.order.node, outcome.order.is_twin, strict=True)
+        if twin
+        for s in graph.made[i]
+        if s in outcome.choice.dropped
+    )
+    saved = _saved_storages(graph, outcome)
+    rows = []
+    for s in graph.early_storages():
+        if not copies[s] and s not in saved:
+            continue
+        node = graph.nodes[graph.value[s]]
+        again = copies[s] > 0
+        rows.append(
+            Decision(
+                value=node.name,
+                action=Action.RECOMPUTE if again else Action.SAVE,
+                nbytes=graph.nbytes[s],
+                seconds=graph.seconds[graph.maker[s]] * copies[s] if again else 0.0,
+                reason=(reasons or {}).get(s) or (_why_again(outcome, s) if again else _why_saved(graph, s)),
+                source=str(program.origin(node)),
+                copies=copies[s],
+            )
+        )
+    phases = tuple(graph.nodes[i].name for i in outcome.choice.phases) if outcome.choice.renewed else ()
+    return DecisionTable(policy, tuple(rows), phases, notes)
+
+
+def choice_of(graph: StepGraph, table: DecisionTable) -> Choice:
+    """The Choice that ``table`` stands for. Raises ProgramError if it is about values that are not there."""
+    by_name = {node.name: i for i, node in enumerate(graph.nodes)}
+    again = table.with_action(Action.RECOMPUTE)
+    lost = [name for name in (*(row.value for row in again), *table.phases) if name not in by_name]
+    if lost:
+        raise ProgramError(f"decisions are about {lost[0]}, which the program does not have: decide again")
+    storage = {row.value: graph.held[by_name[row.value]][0] for row in again}
+    phases = tuple(sorted(by_name[name] for name in table.phases))
+    renewed = frozenset(storage[row.value] for row in again if row.copies > 1)
+    return Choice(frozenset(storage.values()), renewed, phases)
+
+
+def _saved_storages(graph: StepGraph, outcome: Outcome) -> set[int]:
+    """Early storages that late calls or twins read as they were made."""
+    saved = set()
+    order = outcome.order
+    for k, i in enumerate(order.node):
+        if order.is_twin[k] or (graph.is_call[i] and i >= graph.first_late):
+            for a in order.arguments[k]:
+                j = order.node[a]
+                if graph.is_call[j] and j < graph.first_late and not order.is_twin[a]:
+                    saved.update(s for s in graph.held[j] if not graph.resident[s])
+    return saved
+
+
+def _why_again(outcome: Outcome, s: int) -> str:
+    return "computed again in each phase that needs it" if s in outcome.choice.renewed else "computed again when needed"
+
+
+def _why_saved(graph: StepGraph, s: int) -> str:
+    if not graph.repeatable[graph.maker[s]]:
+        return "a random draw or a write: running it again would give something else"
+    return "cheaper to keep than to compute again"
+
+
+__all__ = ["choice_of", "decision_table"]

@@ -1,0 +1,48 @@
+"""Decide what is saved, computed again or offloaded between forward and backward, and write it into the table.
+
+Before: ``program.decisions`` has no rows about values of the forward part. After: one row for each value that the
+backward part needs; the text is the same, ``recompute`` and ``offload`` act.
+
+Saves nothing itself. Costs compile time: a policy one simulation of the step, a budget some hundred. A budget that no
+plan meets is a BudgetError naming the smallest one that some plan does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from typing import ClassVar
+
+from graphopt.checkpoint import Policy
+from graphopt.ir.liveness import Workspace, no_workspace
+from graphopt.ir.program import Program, Stage
+from graphopt.pipeline.pass_base import Changes, Numerics, Pass
+from graphopt.planner.decide import MemoryRequest, decide
+
+
+@dataclass(frozen=True)
+class DecideMemory(Pass):
+    """Fill the decision table by a policy or for a budget. ``workspace``: what operators allocate inside themselves."""
+
+    policy: Policy | None = None
+    budget: int | str | Fraction | None = None
+    reserved_bytes: int = 0
+    workspace: Workspace = no_workspace
+
+    name: ClassVar[str] = "decide-memory"
+    stage: ClassVar[Stage] = Stage.STEP
+    numerics: ClassVar[Numerics] = Numerics.EXACT
+
+    def apply(self, program: Program) -> Changes:
+        request = MemoryRequest(self.policy, self.budget, self.reserved_bytes)
+        if not request.is_idle:
+            program.decisions = decide(program, request, self.workspace)
+        return Changes(0)
+
+    def prepared(self, workspace: Workspace) -> Pass:
+        """This pass with the workspace of the pipeline that runs it."""
+        return replace(self, workspace=workspace)
+
+    def options(self) -> dict[str, object]:
+        """Options that differ from their defaults; the workspace is the machine's, not an option to print."""
+        return {name: value for name, value in super().options().items() if name != "workspace"}
