@@ -24,7 +24,7 @@ With ``budget`` (``recompute{budget=2GiB}``) it fills the table first, as ``deci
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import fx
 
@@ -89,8 +89,7 @@ def _insert_twins(program: Program, graph: StepGraph, order: Schedule) -> int:
             continue
         entries.append(node)
         if any(entry is not argument for argument, entry in given.items()):
-            node.args = fx.map_arg(node.args, lambda argument, given=given: given.get(argument, argument))
-            node.kwargs = fx.map_arg(node.kwargs, lambda argument, given=given: given.get(argument, argument))
+            node.args, node.kwargs = _reading(node, given)
             stale.add(node)
         if node in stale or not stale.isdisjoint(node.all_input_nodes):
             _share_memory_again(program, node, graph, i, stale)
@@ -108,9 +107,14 @@ def _share_memory_again(program: Program, node: fx.Node, graph: StepGraph, i: in
 
 def _twin(program: Program, node: fx.Node, anchor: fx.Node, given: dict[fx.Node, fx.Node]) -> fx.Node:
     """The call of ``node`` again before ``anchor``, reading ``given`` in place of its arguments."""
-    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda argument: given.get(argument, argument))
+    args, kwargs = _reading(node, given)
     twin = program.insert_before(anchor, node.target, *args, origin_of=node, **kwargs)  # type: ignore[arg-type]
     origin = program.origins.pop(twin.name)
     twin._rename(f"{node.name}_{_SUFFIX}")
     program.origins[twin.name] = origin
     return twin
+
+
+def _reading(node: fx.Node, given: dict[fx.Node, fx.Node]) -> Any:
+    """The arguments of ``node`` with those in ``given`` exchanged."""
+    return fx.map_arg((node.args, node.kwargs), lambda argument: given.get(argument, argument))

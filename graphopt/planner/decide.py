@@ -142,8 +142,8 @@ def _budget_message(program: Program, graph: StepGraph, smallest: Outcome, limit
     return (
         f"the budget of {format_bytes(limit + whole)} cannot be met: {format_bytes(whole)} rest between steps "
         f"(parameters, state, batch), and the smallest peak found above them is {format_bytes(smallest.peak_bytes)}, "
-        f"at {graph.nodes[smallest.order.node[k]].name}, where the largest values are {largest or 'none'}. The smallest "
-        f"feasible budget is {format_bytes(smallest.peak_bytes + whole)} ({smallest.peak_bytes + whole} bytes)"
+        f"at {graph.nodes[smallest.order.node[k]].name}, where the largest values are {largest or 'none'}. The "
+        f"smallest feasible budget is {format_bytes(smallest.peak_bytes + whole)} ({smallest.peak_bytes + whole} bytes)"
     )
 
 

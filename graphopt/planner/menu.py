@@ -135,7 +135,8 @@ def _seconds(graph: StepGraph, segments: Segments, outcome: Outcome) -> list[flo
 
 def simulated_menu(graph: StepGraph, segments: Segments) -> tuple[list[Outcome], list[Item]]:
     """Every plan of the menu simulated, and the Items of all of them."""
-    outcomes, items = [], []
+    outcomes: list[Outcome] = []
+    items: list[Item] = []
     seen: set[Choice] = set()
     for choice, group in plans(graph, segments):
         if choice in seen:

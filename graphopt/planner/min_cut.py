@@ -55,14 +55,13 @@ class MinCut:
         costs = {i: graph.seconds[i] for i in self.call if graph.repeatable[i]}
         total = sum(costs.values()) + sum(min(prices[s], 1e9) for s in self.storages)
         scale = _FINITE_SUM / total if total else 1.0
-        rows, columns, capacities = [], [], []
-        for tail, head in self.fixed:
-            rows.append(tail), columns.append(head), capacities.append(_NEVER)
+        edges = [(tail, head, _NEVER) for tail, head in self.fixed]
         for i, call in self.call.items():
             cost = 1 + int(costs[i] * scale) if i in costs else _NEVER
-            rows.append(_SOURCE), columns.append(call), capacities.append(cost)
+            edges.append((_SOURCE, call, cost))
         for s in self.storages:
-            rows.append(self.entry[s]), columns.append(self.entry[s] + 1), capacities.append(1 + int(prices[s] * scale))
+            edges.append((self.entry[s], self.entry[s] + 1, 1 + int(prices[s] * scale)))
+        rows, columns, capacities = zip(*edges, strict=True)
         network = coo_matrix((capacities, (rows, columns)), shape=(self.size, self.size), dtype=np.int32).tocsr()
         flow = maximum_flow(network, _SOURCE, _SINK).flow
         residual = (network - flow).tocsr()

@@ -19,8 +19,8 @@ _DEAREST = 1.5
 class Segments:
     """Pieces of the forward part.
 
-    ``end[j]``: the last node of segment j (the last one ends with the forward part); ``of_storage[s]``: the segment that
-    allocates storage s (-1: late or resident); ``late_until[j]``: the last late node that reads a value of segment j or
+    ``end[j]``: the last node of segment j (the last one ends with the forward part); ``of_storage[s]``: the segment
+    that allocates storage s (-1: late or resident); ``late_until[j]``: the last late node that reads a value of segment j or
     of a later one, so that the late nodes behind it belong to earlier segments; ``borders[j]``: storages made in
     segment j that later segments read.
     """
@@ -103,7 +103,7 @@ def crossing_bytes(graph: StepGraph) -> list[int]:
 def _cheapest_cuts(graph: StepGraph) -> tuple[int, ...]:
     calls = [i for i in range(graph.first_late) if graph.is_call[i]]
     crossing = crossing_bytes(graph)
-    cuts = []
+    cuts: list[int] = []
     for position, i in enumerate(calls):
         around = [crossing[j] for j in calls[max(0, position - _WINDOW) : position + _WINDOW + 1]]
         # A view that follows the cheapest call leaves the same bytes crossing: one cut is enough.
@@ -124,7 +124,8 @@ def _thinned(graph: StepGraph, cuts: list[int]) -> tuple[int, ...]:
     if len(cuts) <= _MOST_SEGMENTS:
         return tuple(cuts)
     total = sum(graph.seconds[: graph.first_late])
-    kept, level, start = [], 0.0, 0
+    kept: list[int] = []
+    level, start = 0.0, 0
     for cut in cuts:
         level += sum(graph.seconds[start : cut + 1])
         start = cut + 1

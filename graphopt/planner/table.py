@@ -69,7 +69,7 @@ def choice_of(graph: StepGraph, table: DecisionTable) -> Choice:
 
 def _saved_storages(graph: StepGraph, outcome: Outcome) -> set[int]:
     """Early storages that late calls or twins read as they were made."""
-    saved = set()
+    saved: set[int] = set()
     order = outcome.order
     for k, i in enumerate(order.node):
         if order.is_twin[k] or (graph.is_call[i] and i >= graph.first_late):
