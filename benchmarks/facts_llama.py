@@ -57,7 +57,8 @@ class FactsFigures:
     """One anchor and our plan at its peak. ``anchor_share`` None: no public plan is known down there.
 
     ``peak_bytes``: parameters and batch included, without what operators allocate inside themselves, which
-    ``peak_with_workspace_bytes`` has. ``holders``: the largest values alive at the peak. ``note``: why figures are None.
+    ``peak_with_workspace_bytes`` has. ``holders``: the largest values alive at the peak. ``note`` says why figures are
+    None.
     """
 
     layers: int
@@ -199,9 +200,7 @@ def _measured(layers: tuple[int, ...]) -> Iterator[Row[FactsFigures]]:
             yield Row(subject, machine, measure_anchor(model, batch, start, budget_bytes=anchor.peak_bytes))
         lowest = min(anchor.peak_bytes for anchor in ANCHORS[count])
         start = FactsFigures(count, "smallest feasible", lowest, None)
-        yield Row(
-            subject, machine, measure_anchor(model, batch, start, budget_bytes=smallest_budget(model, batch))
-        )
+        yield Row(subject, machine, measure_anchor(model, batch, start, budget_bytes=smallest_budget(model, batch)))
 
 
 def _layer_counts(text: str) -> tuple[int, ...]:

@@ -81,7 +81,7 @@ def partial_path(path: Path) -> Path:
 
 
 def old_rows(path: Path, *, rounds: int) -> tuple[FrontierRow, ...]:
-    """The rows that a cut run has left beside ``path``, if they were timed in as many rounds. Failures are tried again."""
+    """The rows of as many rounds that a cut run has left beside ``path``; what failed there is tried again."""
     partial = partial_path(path)
     if not partial.exists():
         return ()
@@ -122,9 +122,7 @@ def main(
     )
     label = chosen.label(layers)
     path = results / f"frontier-{label}.jsonl"
-    measured = measure_frontier(
-        chosen, plan, layers=layers, old=old_rows(path, rounds=rounds) if resume else ()
-    )
+    measured = measure_frontier(chosen, plan, layers=layers, old=old_rows(path, rounds=rounds) if resume else ())
     rows = list(with_progress(keep_rows(path, measured), total=num_rows(plan), description=model))
     path.with_suffix(".svg").write_text(frontier_plot(label, [row.figures for row in rows]))
     console().print(frontier_table(rows))

@@ -123,9 +123,7 @@ class FrontierBench:
     def _make_step(self, backend: str, options: dict[str, Any]) -> TrainStep:
         return graphopt_step(self.model, self.plan.outputs, backend=backend, **options)
 
-    def _row(
-        self, start: Figures, make: Callable[[], Contender], *, beside: _LatePeer | None = None
-    ) -> Figures:
+    def _row(self, start: Figures, make: Callable[[], Contender], *, beside: _LatePeer | None = None) -> Figures:
         """``start`` with its figures; whatever stops a contender becomes the note of its row."""
         if start.key in self.done:
             return self.done[start.key]

@@ -29,7 +29,7 @@ class PointKey:
 
 @dataclass(frozen=True)
 class FrontierFigures:
-    """One point. ``peak_bytes``: above ``resting_bytes`` (parameters, buffers, optimizer state, batch) in a steady-state
+    """One point. ``peak_bytes``: above ``resting_bytes`` (parameters, buffers, optimizer state, batch) in a steady
     step by the allocator's events, and for graphopt ``constant_bytes`` more, which its graph holds beside them.
 
     ``predicted_peak_bytes`` is the plan's, counted alike. ``input_bytes``: what the plan takes as the caller's.

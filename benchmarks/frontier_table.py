@@ -9,8 +9,19 @@ from rich.table import Table
 
 from benchmarks.acceptance import Check, checks
 from benchmarks.cells import bytes_cell, ratio_cell, seconds_cell
-from benchmarks.frontier_rows import FrontierFigures
+from benchmarks.frontier_rows import AT_PEAK, AT_SMALL_SHARE, SMALL_SHARE, SMALLEST, FrontierFigures
+from benchmarks.peers import EAGER
 from benchmarks.rows import Row
+
+SUMMARY_EXPLANATION = """\
+Peak against time: at exactly the peak of each peer, graphopt's step time over that peer's, both in the same rounds. The
+smallest peak is what the smallest feasible budget gives. `none`: no plan that small was found. Every point:
+`benchmarks/results/README.md`.\
+"""
+_SUMMARY_HEADINGS = (
+    *("its peak", "its step, of eager's", "ours at its peak", f"ours at {SMALL_SHARE:g} of it"),
+    *("our smallest peak", "step there, of eager's", "checks met"),
+)
 
 FrontierRows = Sequence[Row[FrontierFigures]]
 
@@ -51,6 +62,49 @@ def acceptance_table(suites: Sequence[FrontierRows], *, layout: box.Box = box.HE
         for check in checks(model, [row.figures for row in rows]):
             table.add_row(model, check.against, check.what, *_check_cells(check), check.note)
     return table
+
+
+def summary_table(suites: Sequence[FrontierRows]) -> Table:
+    """One line for each model and peer, and where graphopt stands at the peer's peak; of its backends the faster."""
+    table = Table("model", "against")
+    for heading in _SUMMARY_HEADINGS:
+        table.add_column(heading, justify="right")
+    for rows in suites:
+        points, model = [row.figures for row in rows], rows[0].subject.model
+        found = checks(model, points)
+        for peer in (point for point in points if not point.is_own and point.name != EAGER):
+            table.add_row(model, peer.name, *_summary_cells(peer, points, found))
+    return table
+
+
+def _summary_cells(peer: FrontierFigures, points: Sequence[FrontierFigures], found: Sequence[Check]) -> tuple[str, ...]:
+    if peer.note:
+        return (peer.note, *[""] * (len(_SUMMARY_HEADINGS) - 1))
+    smallest = min((p for p in points if p.setting == SMALLEST and p.peak_bytes), key=_peak, default=None)
+    own = [check for check in found if check.against == peer.name]
+    return (
+        bytes_cell(peer.peak_bytes),
+        ratio_cell(peer.eager_ratio, 1.0),
+        _fastest_cell(peer, points, AT_PEAK),
+        _fastest_cell(peer, points, AT_SMALL_SHARE),
+        "" if smallest is None else bytes_cell(smallest.peak_bytes),
+        "" if smallest is None else ratio_cell(smallest.eager_ratio, 1.0),
+        f"{sum(check.is_met for check in own)} of {len(own)}",
+    )
+
+
+def _fastest_cell(peer: FrontierFigures, points: Sequence[FrontierFigures], setting: str) -> str:
+    """The time over the peer's of the fastest backend there, and which it is."""
+    there = [(p.beside_ratio, p.backend) for p in points if p.setting == setting and p.beside == peer.name]
+    timed = [(ratio, backend) for ratio, backend in there if ratio is not None]
+    if not timed:
+        return "none" if there else ""
+    ratio, backend = min(timed)
+    return f"{ratio:.2f} ({backend})"
+
+
+def _peak(point: FrontierFigures) -> int:
+    return point.peak_bytes or 0
 
 
 def _check_cells(check: Check) -> tuple[str, ...]:

@@ -5,7 +5,8 @@
 
 Every prefix of the whole pipeline is compiled, run and measured as a training step of its own. Peaks are the
 allocator's, in one steady-state step, above what rests between steps (parameters, buffers, optimizer state, batch); the
-whole is their sum. All contenders train one and the same model, each with an optimizer state of its own. ``--checkpoint`` and ``--memory`` add rows of the whole product under those policies and budgets.
+whole is their sum. All contenders train one and the same model, each with an optimizer state of its own.
+``--checkpoint`` and ``--memory`` add rows of the whole product under those policies and budgets.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ from benchmarks.command import (
     with_progress,
 )
 from benchmarks.machine import this_machine
-from benchmarks.memory_table import memory_table
 from benchmarks.memory_settings import MemorySetting, checkpoint_settings, memory_settings
+from benchmarks.memory_table import memory_table
 from benchmarks.models import BenchmarkModel
 from benchmarks.prefixes import pass_prefixes
 from benchmarks.rows import RESULTS, MemoryFigures, Row, store_rows, subject_of

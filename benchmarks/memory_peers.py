@@ -29,18 +29,18 @@ def chosen_peers(text: str) -> dict[str, MakeContender]:
 
 
 def gradient_checkpointing_contender(model: nn.Module, batch: Batch) -> Contender:
-    """Eager with ``gradient_checkpointing_enable`` as its documentation advises; switched on only while it runs."""
-    if not hasattr(model, "gradient_checkpointing_enable"):
+    """Eager with transformers' checkpointing of every layer, at its defaults; switched on only while it runs."""
+    if not hasattr(model, "activation_checkpointing_enable"):
         raise UnsupportedError(f"{type(model).__name__} has no gradient checkpointing of its own")
     inner = torch_contender(GRADIENT_CHECKPOINTING, model, model, batch)
 
     def step() -> Any:
         # The model is shared with other contenders. Walking over its modules takes well below a millisecond.
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        _switch_on(model)
         try:
             return inner.step()
         finally:
-            model.gradient_checkpointing_disable()
+            _switch_off(model)
 
     return Contender(GRADIENT_CHECKPOINTING, step, inner.optimizer)
 
@@ -65,6 +65,17 @@ def compile_name(budget: float) -> str:
 def is_compile_peer(name: str) -> bool:
     """Whether ``name`` is torch.compile, with a budget or without."""
     return name.startswith(TORCH_COMPILE)
+
+
+def _switch_on(model: Any) -> None:
+    # gradient_checkpointing_enable under its name from transformers 5 on; use_reentrant=False is the default.
+    model.activation_checkpointing_enable()
+
+
+def _switch_off(model: Any) -> None:
+    model.activation_checkpointing_disable()
+    # transformers 5.24 leaves the hook that it puts on the embeddings behind; compiled steps refuse hooks.
+    model.disable_input_require_grads()
 
 
 def _chosen_peer(part: str) -> tuple[str, MakeContender]:

@@ -42,7 +42,7 @@ def torch_compile_contender(model: nn.Module, batch: Batch) -> Contender:
 
 
 def graphopt_step(model: nn.Module, outputs: Sequence[str], *, backend: str = "aten", **options: Any) -> TrainStep:
-    """``graphopt.compile`` with the same optimizer and, but for ``options``, its defaults; compiles at the first step."""
+    """``graphopt.compile`` with the same optimizer, ``options`` and its defaults; compiles at the first step."""
     optimizer = graphopt.optim.AdamW()
     step: TrainStep = graphopt.compile(model, outputs=outputs, optimizer=optimizer, backend=backend, **options)
     return step
