@@ -11,7 +11,6 @@ torch's partitioner emits, with its memory budget, or with the first k blocks ch
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any
@@ -70,7 +69,6 @@ class FactsFigures:
     num_recomputed: int | None = None
     recomputed_flops: int | None = None
     forward_flops: int | None = None
-    compile_seconds: float | None = None
     peak_at: str = ""
     holders: tuple[str, ...] = ()
     note: str = ""
@@ -116,13 +114,11 @@ ANCHORS: dict[int, tuple[Anchor, ...]] = {
 
 def measure_anchor(model: nn.Module, batch: Batch, start: FactsFigures, *, budget_bytes: int) -> FactsFigures:
     """``start`` with the figures of our plan for ``budget_bytes``; a note instead if there is none."""
-    started = time.perf_counter()
     try:
         compiled = _compiled(model, batch, budget_bytes)
     except BudgetError as error:
         return replace(start, note=f"the smallest feasible budget is {error.smallest_bytes} bytes")
-    seconds = time.perf_counter() - started
-    return replace(_figures(compiled.program, compiled.report(), start), compile_seconds=seconds)
+    return _figures(compiled.program, compiled.report(), start)
 
 
 def smallest_budget(model: nn.Module, batch: Batch) -> int:
@@ -137,7 +133,7 @@ def smallest_budget(model: nn.Module, batch: Batch) -> int:
 def facts_table(figures: Sequence[FactsFigures], *, layout: box.Box = box.HEAVY_HEAD) -> Table:
     """One line for each anchor."""
     table = Table("layers", "anchor", box=layout)
-    for heading in ("its peak", "its work", "our peak", "with workspace", "our work", "values", "compile", "met"):
+    for heading in ("its peak", "its work", "our peak", "with workspace", "our work", "values", "met"):
         table.add_column(heading, justify="right")
     for found in figures:
         table.add_row(
@@ -149,7 +145,6 @@ def facts_table(figures: Sequence[FactsFigures], *, layout: box.Box = box.HEAVY_
             _megabyte_cell(found.peak_with_workspace_bytes),
             _share_cell(found.share),
             "" if found.num_recomputed is None else str(found.num_recomputed),
-            "" if found.compile_seconds is None else f"{found.compile_seconds:.1f} s",
             found.note or ("yes" if found.is_met else "no"),
         )
     return table
