@@ -7,6 +7,8 @@ from graphopt.passes.dedupe import Dedupe
 from graphopt.passes.drop_dead import DropDead
 from graphopt.passes.fold_constants import FoldConstants
 from graphopt.passes.fold_identities import FoldIdentities
+from graphopt.passes.fuse_linear_loss import FuseLinearLoss
+from graphopt.passes.merge_loss_gradient import MergeLossGradient
 from graphopt.passes.restore_attention import RestoreAttention
 from graphopt.passes.reuse_last_use import ReuseLastUse
 from graphopt.passes.simplify_algebra import SimplifyAlgebra
@@ -19,7 +21,8 @@ def forward_pipeline() -> Pipeline:
         (
             DropDead(),  # first: what nobody asked for need not be looked at again
             RestoreAttention(),  # before differentiation: the backward of attention follows its forward form
-            DropDead(),  # masks and repeated heads that restored attention left behind
+            FuseLinearLoss(),  # before differentiation: the fused loss brings a backward of its own
+            DropDead(),  # masks, repeated heads and logits that the two left behind
         )
     )
 
@@ -42,6 +45,7 @@ def step_pipeline() -> Pipeline:
     """What runs on the whole step, update included."""
     return Pipeline(
         (
+            MergeLossGradient(),  # here alone is it known that the gradient is taken in the same step
             Dedupe(),  # bias corrections and other numbers that parameters share
             DropDead(),  # their duplicates
             ReuseLastUse(),  # last: from here on the program writes in place
