@@ -44,7 +44,9 @@ def named_arguments(node: fx.Node) -> dict[str, Any]:
     """The arguments of one of the three operators by name."""
     op = ops.overload(node)
     if op not in (LOSS, BACKWARD, WITH_GRADIENT):
-        raise ProgramError(f"expected a linear cross-entropy, came {node.name} ({node.target}); ask is_linear_loss first")
+        raise ProgramError(
+            f"expected a linear cross-entropy, came {node.name} ({node.target}); ask is_linear_loss first"
+        )
     assert op is not None
     return {
         argument.name: ops.argument(node, position, argument.name)

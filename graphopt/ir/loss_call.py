@@ -136,4 +136,3 @@ def _only_user(node: fx.Node) -> fx.Node | None:
 
 def _as_list(value: Any) -> list[Any]:
     return list(value) if isinstance(value, (list, tuple)) else [value]
-
