@@ -13,18 +13,19 @@ After::
     loss: 'f32[]' = fused[0]
 
 Seen through: views, shifts (``logits[:, :-1]``), conversions to a wider dtype, a bias added behind the product, scales
-and soft-capping ``c * tanh(x / c)``, ``transpose(1, 2)`` before the loss, ``log_softmax`` with ``nll_loss``; and a z-loss:
-``logsumexp`` of the same logits becomes a result of the operator, and ``w * mean(lse^2)`` added to the mean a part of it.
+and soft-capping ``c * tanh(x / c)``, ``transpose(1, 2)`` before the loss, ``log_softmax`` with ``nll_loss``; and a
+z-loss: ``logsumexp`` of the same logits becomes a result of the operator, and ``w * mean(lse^2)`` added to the mean a
+part of it.
 
 Saves ``3 * N * V * itemsize`` bytes at the peak (logits, their log-softmax, its gradient) for ``chunk * V * 4``.
-Costs the product once more, ``2 * N * V * D`` FLOPs, where the gradient is computed apart from the loss; merge-loss-gradient
-takes that away again where it can.
+Costs the product once more, ``2 * N * V * D`` FLOPs, where the gradient is computed apart from the loss;
+merge-loss-gradient takes that away again where it can.
 
 Numerics. Logits, sums and the weight's gradient are in float32 (float64 for float64) also for bfloat16 and float16
 layers, where the unfused form rounds logits and their gradient to the layer's dtype. Sums run in another order.
 
-Refuses logits that are a required output or that something else reads; labels that are probabilities; logits that do not
-come from one matrix product; and logits of less than ``min_logits_bytes``, where a chunk would be nearly everything.
+Refuses logits that are a required output or that something else reads; labels that are probabilities; logits that do
+not come from one matrix product; and logits of less than ``min_logits_bytes``, where a chunk would be nearly all.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ import torch
 from torch import fx
 
 from graphopt.ir import ops
+from graphopt.ir.erase import erase_dead
 from graphopt.ir.hoist import hoist
 from graphopt.ir.linear_loss import LOSS, LOSS_RESULT, LSE_RESULT, default_chunk, logits_bytes
 from graphopt.ir.logits import LogitChain, read_logits
@@ -107,8 +109,10 @@ def _read(program: Program, node: fx.Node) -> _Fusion | str:
     chain = read_logits(program, call.logits)
     if isinstance(chain, str):
         return chain
-    found = tuple(lse for made in _with_same_rows(chain) for lse in log_sum_exps(program, made))
-    reason = _other_use(program, call, chain, set(found))
+    same = _with_same_rows(chain)
+    copies = tuple(user for made in same for user in made.users if _is_copy(program, user) and user not in chain.nodes)
+    found = tuple(lse for made in (*same, *copies) for lse in log_sum_exps(program, made))
+    reason = _other_use(program, call, (*chain.nodes, *copies), found)
     if reason:
         return reason
     if len(found) == 1:
@@ -126,9 +130,16 @@ def _with_same_rows(chain: LogitChain) -> tuple[fx.Node, ...]:
     return tuple(found)
 
 
-def _other_use(program: Program, call: LossCall, chain: LogitChain, allowed: set[fx.Node]) -> str:
+def _is_copy(program: Program, node: fx.Node) -> bool:
+    """Whether ``node`` shows the logits in another shape or dtype, and is there for log-sum-exps alone."""
+    if not ops.keeps_order(node) and not ops.is_conversion(node):
+        return False
+    return bool(node.users) and len(log_sum_exps(program, node)) == len(node.users)
+
+
+def _other_use(program: Program, call: LossCall, logits: tuple[fx.Node, ...], allowed: tuple[fx.Node, ...]) -> str:
     """Who else needs the logits, or the empty string."""
-    inner = (*chain.nodes, *call.calls[:-1])
+    inner = (*logits, *call.calls[:-1])
     own = {*inner, *call.calls, *allowed}
     for node in inner:
         for user in node.users:
@@ -155,9 +166,9 @@ def _replace(program: Program, fusion: _Fusion, chunk: int) -> str | None:
         loss = program.insert_before(anchor, aten.reshape.default, loss, shape, origin_of=call.loss)
     for log_sum_exp in fusion.log_sum_exps:
         program.replace(log_sum_exp, _log_sum_exp(program, fused, log_sum_exp))
+    arguments = call.loss.all_input_nodes
     program.take_over(call.loss, loss)
-    for node in reversed((*fusion.chain.nodes, *call.calls[:-1])):
-        program.erase_if_unused(node)
+    erase_dead(program, arguments)
     return None
 
 
@@ -197,7 +208,7 @@ def _rows_of_hidden(program: Program, chain: LogitChain, anchor: fx.Node) -> fx.
     for step in chain.row_steps:
         shape = (*program.spec(step).shape[:-1], num_features)
         if not ops.keeps_order(step):
-            node = program.insert_before(anchor, step.target, node, *step.args[1:], origin_of=step)  # type: ignore[arg-type]
+            node = program.insert_before(anchor, aten.slice.Tensor, node, *step.args[1:], origin_of=step)
         elif program.spec(node).shape != shape:
             node = program.insert_before(anchor, aten.reshape.default, node, list(shape), origin_of=step)
     if len(program.spec(node).shape) != 2:

@@ -17,10 +17,10 @@ gradients would be made next.
 
 Numerics. The weight's gradient is summed over chunks of rows, where the separate backward sums over all rows at once.
 
-Refuses where forward and backward run apart (a module whose user calls ``backward()`` later, with a gradient of their own):
-that is seen by the program writing no parameter and no state. And where the loss has no reduction, where the gradient of
-the loss is computed from the loss itself, where the log-sum-exp has a gradient too, and for layers in lower precision,
-whose weight gradient would need a copy in float32.
+Refuses where forward and backward run apart (a module whose user calls ``backward()`` later, with a gradient of their
+own): that is seen by the program writing no parameter and no state. And where the loss has no reduction, where the
+gradient of the loss is computed from the loss itself, where the log-sum-exp has a gradient too, and for layers in lower
+precision, whose weight gradient would need a copy in float32.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from typing import ClassVar
 from torch import fx
 
 from graphopt.ir import ops
+from graphopt.ir.erase import erase_dead
 from graphopt.ir.hoist import hoist
 from graphopt.ir.linear_loss import (
     BACKWARD,
@@ -46,9 +47,6 @@ from graphopt.ir.spec import OutputKind
 from graphopt.pipeline.pass_base import Changes, Numerics, Pass, Refusal
 
 _WRITTEN_BY_A_STEP = (OutputKind.PARAM_UPDATE, OutputKind.STATE_UPDATE)
-
-_SCALAR_BYTES = 8
-"""What is moved before the loss: the gradient of a scalar and the scalars it is computed from."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +101,8 @@ def _why_not(program: Program, loss: fx.Node | None, backward: fx.Node) -> str |
     hidden, lse = program.spec(arguments["hidden"]), program.spec(arguments["lse"])
     if hidden.dtype != lse.dtype:
         return f"the weight's gradient would be summed in a copy in {lse.dtype}"
-    if not hoist(program, arguments["grad_loss"], loss, max_bytes=_SCALAR_BYTES):
+    # What may have to move before the loss is scalars and masks of labels.
+    if not hoist(program, arguments["grad_loss"], loss, max_bytes=program.spec(arguments["target"]).nbytes):
         return "the gradient of the loss is not known before the loss"
     return None
 
@@ -116,16 +115,10 @@ def _merge(program: Program, loss: fx.Node, backward: fx.Node) -> None:
     for source, shift in ((loss, 0), (backward, NUM_LOSS_RESULTS)):
         for user in list(source.users):
             if ops.is_getitem(user):
-                result = program.insert_before(loss, ops.getitem, merged, int(user.args[1]) + shift, origin_of=user)  # type: ignore[call-overload]
+                result = program.insert_before(loss, ops.getitem, merged, _position(user) + shift, origin_of=user)
                 program.take_over(user, result)
-    for late in (backward, loss):
-        _erase_with_arguments(program, late)
+    erase_dead(program, (loss, backward))
 
 
-def _erase_with_arguments(program: Program, node: fx.Node) -> None:
-    """Erase ``node`` and the detached log-sum-exp that nobody reads then."""
-    arguments = node.all_input_nodes
-    program.erase_if_unused(node)
-    for argument in arguments:
-        if ops.stops_gradient(argument) or ops.is_getitem(argument):
-            program.erase_if_unused(argument)
+def _position(getitem: fx.Node) -> int:
+    return int(getitem.args[1])  # type: ignore[arg-type]

@@ -6,6 +6,7 @@ from torch import fx
 
 from graphopt.ir import ops
 from graphopt.ir.program import Program
+from graphopt.ir.storage import tensors_in
 
 
 def hoist(program: Program, value: fx.Node, anchor: fx.Node, *, max_bytes: int) -> bool:
@@ -35,5 +36,4 @@ def _late_ancestors(value: fx.Node, order: dict[fx.Node, int], limit: int) -> se
 
 
 def _nbytes(node: fx.Node) -> int:
-    value = node.meta.get("val")
-    return value.numel() * value.element_size() if hasattr(value, "numel") else 0
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors_in(node.meta.get("val")))

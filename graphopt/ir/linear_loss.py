@@ -1,4 +1,4 @@
-"""Calls of the operators that compute a linear layer and its cross-entropy together: their arguments and their chunk."""
+"""Calls of the operators that compute a linear layer and its cross-entropy together: arguments and chunk."""
 
 from __future__ import annotations
 

@@ -70,7 +70,8 @@ class _Scales:
 
 
 def _read_scales(program: Program, product: fx.Node, steps: list[fx.Node], *, has_bias: bool) -> _Scales | str:
-    bias, inner, outer, is_capped = None, 1.0, 1.0, False
+    bias: fx.Node | None = None
+    inner, outer, is_capped = 1.0, 1.0, False
     previous = product
     for step in steps:
         kind = ops.arithmetic(step)

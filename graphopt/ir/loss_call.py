@@ -126,7 +126,7 @@ def _is_square(node: fx.Node, source: fx.Node) -> bool:
     if ops.is_call(node, aten.square.default):
         return True
     if ops.arithmetic(node) == "pow":
-        return node.args[1] == 2
+        return bool(node.args[1] == 2)
     return ops.arithmetic(node) == "mul" and tuple(node.args) == (source, source)
 
 

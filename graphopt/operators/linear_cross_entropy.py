@@ -1,9 +1,9 @@
 """Linear + cross-entropy as operators that never hold all logits: loss, its gradient, and both at once.
 
-``graphopt::linear_cross_entropy`` gives (loss, total weight of the rows, log-sum-exp of each row); autograd turns it into
-``graphopt::linear_cross_entropy_backward``, which computes the logits again. Where the gradient of the loss is known
-beforehand, ``graphopt::linear_cross_entropy_with_gradient`` computes them once. ``chunk`` is the number of rows whose
-logits are held at a time; it changes memory and rounding alone. Gradients that are not asked for have no element.
+``graphopt::linear_cross_entropy`` gives (loss, total weight of the rows, log-sum-exp of each row); autograd turns it
+into ``graphopt::linear_cross_entropy_backward``, which computes the logits again. Where the gradient of the loss is
+known beforehand, ``graphopt::linear_cross_entropy_with_gradient`` computes them once. ``chunk`` is the number of rows
+whose logits are held at a time; it changes memory and rounding alone. Gradients not asked for have no element.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ class Gradients:
 
 def loss_by_rows(head: Head, labels: Labels, options: LossOptions, *, chunk: int) -> Loss:
     """The Loss; holds ``chunk`` rows of logits."""
-    (num_rows, _), num_classes = head.hidden.shape, head.weight.shape[0]
+    num_rows, num_classes = head.hidden.shape[0], head.weight.shape[0]
     facts = math.row_facts(labels, options, head.dtype)
     lse, losses = (torch.empty(num_rows, dtype=head.dtype, device=head.hidden.device) for _ in range(2))
     buffer = torch.empty(min(chunk, num_rows), num_classes, dtype=head.dtype, device=head.hidden.device)
@@ -76,13 +76,13 @@ def gradients_by_classes(
     needs: Needs,
 ) -> Gradients:
     """The Gradients for ``grads``, those of the loss and of ``lse``; holds as many logits as ``chunk`` rows have."""
-    (num_rows, num_features), num_classes = head.hidden.shape, head.weight.shape[0]
+    num_rows, num_classes = head.hidden.shape[0], head.weight.shape[0]
     facts = math.row_facts(labels, options, head.dtype)
     rows = math.row_gradient(grads[0], lse, facts, labels, num_classes, options)
     if grads[1] is not None:
         rows = RowGradient(rows.pull + grads[1].unsqueeze(1), rows.push, rows.spread)
     found = Gradients.empty(head, needs)
-    hidden_ND = head.hidden.to(head.dtype)
+    hidden = head.hidden.to(head.dtype)
     hidden_gradient = None
     if needs.hidden:
         is_same = found.hidden.dtype == head.dtype
@@ -91,20 +91,20 @@ def gradients_by_classes(
     size = max(1, min(num_classes, chunk * num_classes // max(num_rows, 1)))
     buffer = torch.empty(num_rows * size, dtype=head.dtype, device=head.hidden.device)
     for start, end in math.pieces(num_classes, size):
-        logits_NC = buffer[: num_rows * (end - start)].view(num_rows, end - start)
-        weight_CD = head.weight[start:end].to(head.dtype)
-        torch.mm(hidden_ND, weight_CD.t(), out=logits_NC)
+        logits = buffer[: num_rows * (end - start)].view(num_rows, end - start)
+        weight = head.weight[start:end].to(head.dtype)
+        torch.mm(hidden, weight.t(), out=logits)
         if head.bias is not None:
-            logits_NC.add_(head.bias[start:end])
-        math.shape_logits(logits_NC, options)
-        kept = logits_NC.clone() if options.softcap else None
-        logits_NC.sub_(lse.unsqueeze(1)).exp_().mul_(rows.pull)
+            logits.add_(head.bias[start:end])
+        math.shape_logits(logits, options)
+        kept = logits.clone() if options.softcap else None
+        logits.sub_(lse.unsqueeze(1)).exp_().mul_(rows.pull)
         class_weight = None if labels.class_weight is None else labels.class_weight[start:end]
-        _finish_gradient(logits_NC, kept, rows, facts.target - start, class_weight, options)
-        _store_class_gradients(found, logits_NC, hidden_ND, start, end, needs)
+        _finish_gradient(logits, kept, rows, facts.target - start, class_weight, options)
+        _store_class_gradients(found, logits, hidden, start, end, needs)
         if hidden_gradient is not None:
-            hidden_gradient.addmm_(logits_NC, weight_CD)
-        del weight_CD, kept
+            hidden_gradient.addmm_(logits, weight)
+        del weight, kept
     if hidden_gradient is not None and hidden_gradient is not found.hidden:
         found.hidden.copy_(hidden_gradient)
     return found
@@ -117,7 +117,7 @@ def loss_and_gradients(
 
     For a head in lower precision it also holds the weight's gradient in float32.
     """
-    (num_rows, _), num_classes = head.hidden.shape, head.weight.shape[0]
+    num_rows, num_classes = head.hidden.shape[0], head.weight.shape[0]
     facts = math.row_facts(labels, options, head.dtype)
     lse, losses = (torch.empty(num_rows, dtype=head.dtype, device=head.hidden.device) for _ in range(2))
     found = Gradients.empty(head, needs)
@@ -141,21 +141,21 @@ def loss_and_gradients(
     return Loss(math.reduced(losses, lse, facts, options), facts.total, lse), found
 
 
-def _fill_logits(logits_RV: Tensor, head: Head, options: LossOptions, start: int, end: int) -> None:
-    math.project(logits_RV, head.hidden[start:end], head)
-    math.shape_logits(logits_RV, options)
+def _fill_logits(logits: Tensor, head: Head, options: LossOptions, start: int, end: int) -> None:
+    math.project(logits, head.hidden[start:end], head)
+    math.shape_logits(logits, options)
 
 
 def _losses(
-    logits_RV: Tensor, lse_out: Tensor, facts: RowFacts, labels: Labels, options: LossOptions
+    logits: Tensor, lse_out: Tensor, facts: RowFacts, labels: Labels, options: LossOptions
 ) -> tuple[Tensor, Tensor]:
-    """Losses [R] and softmax denominators [R,1]; fills ``lse_out``; leaves ``exp(z - max)`` in ``logits_RV``."""
-    picked = logits_RV.gather(1, facts.target.unsqueeze(1)).squeeze(1)
-    weighted = math.weighted_logits(logits_RV, labels, options)
-    top = logits_RV.amax(1, keepdim=True)
-    denominators = logits_RV.sub_(top).exp_().sum(1, keepdim=True)
+    """Losses [R] and softmax denominators [R,1]; fills ``lse_out``; leaves ``exp(z - max)`` in ``logits``."""
+    picked = logits.gather(1, facts.target.unsqueeze(1)).squeeze(1)
+    weighted = math.weighted_logits(logits, labels, options)
+    top = logits.amax(1, keepdim=True)
+    denominators = logits.sub_(top).exp_().sum(1, keepdim=True)
     torch.add(denominators.log().squeeze(1), top.squeeze(1), out=lse_out)
-    losses = math.row_losses(lse_out, picked, weighted, facts, labels, logits_RV.shape[1], options)
+    losses = math.row_losses(lse_out, picked, weighted, facts, labels, logits.shape[1], options)
     return losses, denominators
 
 
@@ -180,16 +180,16 @@ def _finish_gradient(
 
 
 def _store_class_gradients(
-    found: Gradients, gradient_NC: Tensor, hidden_ND: Tensor, start: int, end: int, needs: Needs
+    found: Gradients, gradient: Tensor, hidden: Tensor, start: int, end: int, needs: Needs
 ) -> None:
     if needs.bias:
-        found.bias[start:end] = gradient_NC.sum(0)
+        found.bias[start:end] = gradient.sum(0)
     if not needs.weight:
         return
-    if found.weight.dtype == gradient_NC.dtype:
-        torch.mm(gradient_NC.t(), hidden_ND, out=found.weight[start:end])
+    if found.weight.dtype == gradient.dtype:
+        torch.mm(gradient.t(), hidden, out=found.weight[start:end])
     else:
-        found.weight[start:end] = torch.mm(gradient_NC.t(), hidden_ND)
+        found.weight[start:end] = torch.mm(gradient.t(), hidden)
 
 
 def _accumulator(value: Tensor, dtype: torch.dtype) -> Tensor:
@@ -198,25 +198,25 @@ def _accumulator(value: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _add_row_gradients(
-    found: Gradients, weight: Tensor, bias: Tensor, gradient_RV: Tensor, head: Head, start: int, end: int
+    found: Gradients, weight: Tensor, bias: Tensor, gradient: Tensor, head: Head, start: int, end: int
 ) -> None:
     """Write the hidden rows' gradient; add to those of ``weight`` and ``bias``. Empty tensors are left alone."""
-    hidden_RD = head.hidden[start:end].to(gradient_RV.dtype)
+    hidden = head.hidden[start:end].to(gradient.dtype)
     if bias.numel():
-        bias.add_(gradient_RV.sum(0))
+        bias.add_(gradient.sum(0))
     if weight.numel():
-        weight.addmm_(gradient_RV.t(), hidden_RD)
+        weight.addmm_(gradient.t(), hidden)
     if found.hidden.numel():
-        if head.weight.dtype == gradient_RV.dtype:
-            torch.mm(gradient_RV, head.weight, out=found.hidden[start:end])
+        if head.weight.dtype == gradient.dtype:
+            torch.mm(gradient, head.weight, out=found.hidden[start:end])
         else:
-            found.hidden[start:end] = _through_weight(gradient_RV, head)
+            found.hidden[start:end] = _through_weight(gradient, head)
 
 
-def _through_weight(gradient_RV: Tensor, head: Head) -> Tensor:
+def _through_weight(gradient: Tensor, head: Head) -> Tensor:
     """``gradient W`` for a weight of lower precision, converted block by block: [R,D]."""
     num_classes, num_features = head.weight.shape
-    total = gradient_RV.new_zeros(gradient_RV.shape[0], num_features)
+    total = gradient.new_zeros(gradient.shape[0], num_features)
     for start, end in math.pieces(num_classes, math.cast_block(num_features)):
-        total.addmm_(gradient_RV[:, start:end], head.weight[start:end].to(gradient_RV.dtype))
+        total.addmm_(gradient[:, start:end], head.weight[start:end].to(gradient.dtype))
     return total

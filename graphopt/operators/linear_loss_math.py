@@ -1,13 +1,13 @@
 """The arithmetic of linear + cross-entropy in pieces: logits of some rows or some classes at a time, never all.
 
-N rows (tokens), D features, V classes, R rows of one piece, C classes of one piece. With logits
-``z = softcap * tanh(logit_scale * (h W^T + b) / softcap)``, row weight ``c = class_weight[target]`` (0 where ignored) and
-``lse = logsumexp(z)``, a row's loss is::
+N rows (tokens), D features, V classes; R rows or C classes of one piece. With logits
+``z = softcap * tanh(logit_scale * (h W^T + b) / softcap)``, row weight ``c = class_weight[target]`` (0 where
+ignored) and ``lse = logsumexp(z)``, a row's loss is::
 
     (1 - s) * c * (lse - z[target])  +  s / V * sum_j class_weight[j] * (lse - z[j])  +  z_loss * lse^2
 
-and its gradient ``dz[j] = pull * softmax(z)[j] - push * [j == target] - spread * class_weight[j]``. Sums and logits are in
-float32, or in float64 for float64 inputs, whatever the dtype of ``h`` and ``W``.
+and its gradient ``dz[j] = pull * softmax(z)[j] - push * [j == target] - spread * class_weight[j]``. Sums and logits
+are in float32, or in float64 for float64 inputs, whatever the dtype of ``h`` and ``W``.
 """
 
 from __future__ import annotations
@@ -107,16 +107,16 @@ def cast_block(features: int) -> int:
     return max(1, _CAST_BLOCK_ELEMENTS // max(features, 1))
 
 
-def project(out_RV: Tensor, hidden_RD: Tensor, head: Head) -> None:
-    """Write ``hidden W^T + b`` into ``out_RV``; a weight of lower precision is converted block by block."""
-    if head.weight.dtype == out_RV.dtype:
-        torch.mm(hidden_RD, head.weight.t(), out=out_RV)
+def project(out: Tensor, hidden: Tensor, head: Head) -> None:
+    """Write ``hidden W^T + b`` into ``out``; a weight of lower precision is converted block by block."""
+    if head.weight.dtype == out.dtype:
+        torch.mm(hidden, head.weight.t(), out=out)
     else:
-        hidden_RD = hidden_RD.to(out_RV.dtype)
-        for start, end in pieces(*head.weight.shape[:1], cast_block(head.weight.shape[1])):
-            torch.mm(hidden_RD, head.weight[start:end].to(out_RV.dtype).t(), out=out_RV[:, start:end])
+        hidden = hidden.to(out.dtype)
+        for start, end in pieces(head.weight.shape[0], cast_block(head.weight.shape[1])):
+            torch.mm(hidden, head.weight[start:end].to(out.dtype).t(), out=out[:, start:end])
     if head.bias is not None:
-        out_RV.add_(head.bias)
+        out.add_(head.bias)
 
 
 def shape_logits(logits: Tensor, options: LossOptions) -> None:
@@ -141,13 +141,13 @@ def class_mass(labels: Labels, num_classes: int, dtype: torch.dtype) -> Tensor |
     return float(num_classes) if labels.class_weight is None else labels.class_weight.to(dtype).sum()
 
 
-def weighted_logits(logits_RV: Tensor, labels: Labels, options: LossOptions) -> Tensor | None:
+def weighted_logits(logits: Tensor, labels: Labels, options: LossOptions) -> Tensor | None:
     """``sum_j class_weight[j] * z[j]``: [R]; None without label smoothing."""
     if not options.label_smoothing:
         return None
     if labels.class_weight is None:
-        return logits_RV.sum(1)
-    return logits_RV.mv(labels.class_weight.to(logits_RV.dtype))
+        return logits.sum(1)
+    return logits.mv(labels.class_weight.to(logits.dtype))
 
 
 def row_losses(
@@ -203,11 +203,11 @@ def row_gradient(
     return RowGradient(pull.unsqueeze(1), push.unsqueeze(1), spread)
 
 
-def spread_smoothing(gradient_RC: Tensor, spread: Tensor | None, class_weight_C: Tensor | None) -> None:
+def spread_smoothing(gradient: Tensor, spread: Tensor | None, class_weight: Tensor | None) -> None:
     """Take label smoothing's share off ``dz``, in place."""
     if spread is None:
         return
-    if class_weight_C is None:
-        gradient_RC.sub_(spread)
+    if class_weight is None:
+        gradient.sub_(spread)
     else:
-        gradient_RC.addr_(spread.squeeze(1), class_weight_C.to(gradient_RC.dtype), alpha=-1)
+        gradient.addr_(spread.squeeze(1), class_weight.to(gradient.dtype), alpha=-1)
