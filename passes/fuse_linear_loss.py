@@ -134,6 +134,8 @@ def _is_copy(program: Program, node: fx.Node) -> bool:
     """Whether ``node`` shows the logits in another shape or dtype, and is there for log-sum-exps alone."""
     if not ops.keeps_order(node) and not ops.is_conversion(node):
         return False
+    if program.spec(node).shape[-1:] != program.spec(node.all_input_nodes[0]).shape[-1:]:
+        return False
     return bool(node.users) and len(log_sum_exps(program, node)) == len(node.users)
 
 

@@ -136,6 +136,10 @@ KEPT = {
     "summed_rows": (lambda o, y: F.cross_entropy(o.sum(1), y[:, 0]), "not straight from a linear"),
     "two_biases": (lambda o, y: F.cross_entropy(*flat(o * 2 + CLASS_WEIGHT, y)), "a bias, a scale or a cap already"),
     "capped_twice": (lambda o, y: F.cross_entropy(*flat(capped(capped(o)), y)), "capped already"),
+    "other_groups": (
+        lambda o, y: F.cross_entropy(*flat(o, y)) + o.view(-1, CLASSES // 2).logsumexp(-1).mean(),
+        "logits also used by view",
+    ),
     "negative_cap": (lambda o, y: F.cross_entropy(*flat(-torch.tanh(o), y)), "not straight from a linear"),
     "shifted_z_loss": (
         lambda o, y: F.cross_entropy(*flat(o[:, 1:], y[:, 1:])) + o.logsumexp(-1).mean(),
