@@ -9,6 +9,8 @@ from graphopt.passes.dedupe import Dedupe
 from graphopt.passes.drop_dead import DropDead
 from graphopt.passes.fold_constants import FoldConstants
 from graphopt.passes.fold_identities import FoldIdentities
+from graphopt.passes.fuse_linear_loss import FuseLinearLoss
+from graphopt.passes.merge_loss_gradient import MergeLossGradient
 from graphopt.passes.recompute import Recompute
 from graphopt.passes.restore_attention import RestoreAttention
 from graphopt.passes.reuse_last_use import ReuseLastUse
@@ -22,6 +24,8 @@ BY_NAME: Mapping[str, type[Pass]] = {
     "fold-constants": FoldConstants,
     "fold-identities": FoldIdentities,
     "recompute": Recompute,
+    "fuse-linear-loss": FuseLinearLoss,
+    "merge-loss-gradient": MergeLossGradient,
     "restore-attention": RestoreAttention,
     "reuse-last-use": ReuseLastUse,
     "simplify-algebra": SimplifyAlgebra,

@@ -8,6 +8,8 @@ from graphopt.passes.dedupe import Dedupe
 from graphopt.passes.drop_dead import DropDead
 from graphopt.passes.fold_constants import FoldConstants
 from graphopt.passes.fold_identities import FoldIdentities
+from graphopt.passes.fuse_linear_loss import FuseLinearLoss
+from graphopt.passes.merge_loss_gradient import MergeLossGradient
 from graphopt.passes.recompute import Recompute
 from graphopt.passes.restore_attention import RestoreAttention
 from graphopt.passes.reuse_last_use import ReuseLastUse
@@ -23,7 +25,8 @@ def forward_pipeline() -> Pipeline:
         (
             DropDead(),  # first: what nobody asked for need not be looked at again
             RestoreAttention(),  # before differentiation: the backward of attention follows its forward form
-            DropDead(),  # masks and repeated heads that restored attention left behind
+            FuseLinearLoss(),  # before differentiation: the fused loss brings a backward of its own
+            DropDead(),  # masks, repeated heads and logits that the two left behind
         )
     )
 
@@ -46,6 +49,7 @@ def step_pipeline(memory: MemoryRequest = NO_REQUEST) -> Pipeline:
     """What runs on the whole step, update included; ``memory``: the checkpoint policy and the budget."""
     return Pipeline(
         (
+            MergeLossGradient(),  # here alone is it known that the gradient is taken in the same step
             Dedupe(),  # bias corrections and other numbers that parameters share
             DropDead(),  # their duplicates
             *memory_passes(memory),
