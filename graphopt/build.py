@@ -60,8 +60,10 @@ class Builder:
     def pipeline(self, stage: Stage) -> Pipeline:
         """The passes of a stage: the default ones unless options name others."""
         if self.options.passes is None:
-            return default_pipeline(stage)
-        return self.options.passes[(Stage.FORWARD, Stage.JOINT, Stage.STEP).index(stage)]
+            pipeline = default_pipeline(stage)
+        else:
+            pipeline = self.options.passes[(Stage.FORWARD, Stage.JOINT, Stage.STEP).index(stage)]
+        return pipeline if self.options.release_gradients else pipeline.without("release-gradients")
 
     def run_passes(self, program: Program, stage: Stage, dump: Dump | None) -> Program:
         """``program`` after the passes of ``stage``."""

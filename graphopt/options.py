@@ -49,6 +49,7 @@ class CompileOptions:
     verify: Verify
     passes: tuple[Pipeline, Pipeline, Pipeline] | None
     max_signatures: int
+    release_gradients: bool = True
 
     def __post_init__(self) -> None:
         if self.backend == "inductor":
