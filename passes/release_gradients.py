@@ -67,9 +67,7 @@ class ReleaseGradients(Pass):
         if after == before:
             return Changes(0, refusals)
         reorder(program, after)
-        return Changes(
-            _num_moved(before, after, {node: i for i, group in enumerate(groups) for node in group.ops}), refusals
-        )
+        return Changes(_num_moved(before, after, released), refusals)
 
 
 def _gradients(group: UpdateGroup) -> tuple[fx.Node, ...]:
@@ -114,15 +112,20 @@ def _decisions(program: Program, storages: StorageMap, group: UpdateGroup, objec
     ]
 
 
-def _num_moved(before: tuple[fx.Node, ...], after: tuple[fx.Node, ...], group_of: dict[fx.Node, int]) -> int:
-    """How many updates (and single nodes of none) follow another node than before; at least 1."""
-    followed = dict(zip(before[1:], before, strict=False))
-    moved = {
-        group_of.get(node, node)
-        for previous, node in zip(after, after[1:], strict=False)
-        if followed.get(node) is not previous and group_of.get(node, node) != group_of.get(previous, previous)
-    }
-    return max(1, len(moved))
+def _num_moved(before: tuple[fx.Node, ...], after: tuple[fx.Node, ...], groups: list[UpdateGroup]) -> int:
+    """How many of ``groups`` run behind other nodes of no group than before; at least 1, for norms."""
+    return max(1, sum(x != y for x, y in zip(_places(before, groups), _places(after, groups), strict=True)))
+
+
+def _places(order: tuple[fx.Node, ...], groups: list[UpdateGroup]) -> list[int]:
+    """For each group, how many nodes of no group (numbers left out) run before it."""
+    inside = {node for group in groups for node in group.ops}
+    num_before: dict[fx.Node, int] = {}
+    count = 0
+    for node in order:
+        num_before[node] = count
+        count += node not in inside and not ops.is_scalar_op(node)
+    return [max(num_before[node] for node in group.ops) for group in groups]
 
 
 class _Interleaving:
