@@ -56,7 +56,8 @@ class ReleaseGradients(Pass):
             return Changes(0)
         storages = storage_map(program)
         leaving = _leaving(program, storages)
-        objections = {group.parameter: _objection(group, leaving, storages) for group in groups}
+        joint = next((node for group in groups for node in group.joint_values), None)
+        objections = {group.parameter: _objection(group, joint, leaving, storages) for group in groups}
         released = [group for group in groups if objections[group.parameter] is None]
         kept = [group for group in groups if objections[group.parameter] is not None]
         before = body(program)
@@ -84,10 +85,13 @@ def _leaving(program: Program, storages: StorageMap) -> set[int]:
     return {number for node in nodes_in(returned) for number in storages.held[node]}
 
 
-def _objection(group: UpdateGroup, leaving: set[int], storages: StorageMap) -> str | None:
-    """Why the gradient of ``group`` must live on, or None."""
-    if group.joint_values:
-        return f"its update needs {group.joint_values[0].name}, which is computed from several gradients"
+def _objection(group: UpdateGroup, joint: fx.Node | None, leaving: set[int], storages: StorageMap) -> str | None:
+    """Why the gradient of ``group`` must live on, or None; ``joint``: a value computed from several gradients.
+
+    A step whose joint value is not finite is skipped as a whole, so no update may come before it.
+    """
+    if joint is not None:
+        return f"the update needs {joint.name}, which is computed from several gradients"
     if any(ops.is_random(node) for node in group.ops):
         return "its update draws random numbers, whose order may not change"
     if any(ops.has_effect(node) for node in group.ops):

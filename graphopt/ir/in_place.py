@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -30,6 +31,17 @@ def in_place_call(program: Program, node: fx.Node, operand: fx.Node) -> fx.Node 
     return program.insert_before(node, target, *node.args, origin_of=node, **{**node.kwargs, out_name: operand})
 
 
+def has_in_place_form(node: fx.Node, operand: fx.Node) -> bool:
+    """Whether ``in_place_call`` finds a form that writes into ``operand``."""
+    op = ops.overload(node)
+    if op is None:
+        return False
+    if node.args and node.args[0] is operand and _in_place_overload(op) is not None:
+        return True
+    return _out_overload(op) is not None
+
+
+@functools.cache
 def _in_place_overload(op: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
     namespace, name = op._schema.name.split("::")
     packet = getattr(getattr(torch.ops, namespace), f"{name}_", None)
@@ -39,6 +51,7 @@ def _in_place_overload(op: torch._ops.OpOverload) -> torch._ops.OpOverload | Non
     return target
 
 
+@functools.cache
 def _out_overload(op: torch._ops.OpOverload) -> tuple[torch._ops.OpOverload, str] | None:
     """The overload with the same arguments and one keyword tensor that it writes, and that keyword's name."""
     packet = op.overloadpacket
