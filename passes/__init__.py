@@ -8,6 +8,7 @@ from graphopt.passes.dedupe import Dedupe
 from graphopt.passes.drop_dead import DropDead
 from graphopt.passes.fold_constants import FoldConstants
 from graphopt.passes.fold_identities import FoldIdentities
+from graphopt.passes.order_for_lifetime import OrderForLifetime
 from graphopt.passes.release_gradients import ReleaseGradients
 from graphopt.passes.restore_attention import RestoreAttention
 from graphopt.passes.reuse_last_use import ReuseLastUse
@@ -19,6 +20,7 @@ BY_NAME: Mapping[str, type[Pass]] = {
     "drop-dead": DropDead,
     "fold-constants": FoldConstants,
     "fold-identities": FoldIdentities,
+    "order-for-lifetime": OrderForLifetime,
     "release-gradients": ReleaseGradients,
     "restore-attention": RestoreAttention,
     "reuse-last-use": ReuseLastUse,

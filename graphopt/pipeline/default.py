@@ -7,6 +7,7 @@ from graphopt.passes.dedupe import Dedupe
 from graphopt.passes.drop_dead import DropDead
 from graphopt.passes.fold_constants import FoldConstants
 from graphopt.passes.fold_identities import FoldIdentities
+from graphopt.passes.order_for_lifetime import OrderForLifetime
 from graphopt.passes.release_gradients import ReleaseGradients
 from graphopt.passes.restore_attention import RestoreAttention
 from graphopt.passes.reuse_last_use import ReuseLastUse
@@ -46,6 +47,7 @@ def step_pipeline() -> Pipeline:
             Dedupe(),  # bias corrections and other numbers that parameters share
             DropDead(),  # their duplicates
             ReleaseGradients(),  # before writing in place, which it makes possible where the gradient is
+            OrderForLifetime(),  # when updates are where they run; it counts on the writes in place that follow
             ReuseLastUse(),  # last: from here on the program writes in place
         )
     )
