@@ -61,8 +61,11 @@ class Builder:
     def pipeline(self, stage: Stage, reserved_bytes: int = 0) -> Pipeline:
         """The passes of a stage: the default ones unless options name others."""
         if self.options.passes is None:
-            return default_pipeline(stage, MemoryRequest(self.options.checkpoint, self.options.memory, reserved_bytes))
-        return self.options.passes[(Stage.FORWARD, Stage.JOINT, Stage.STEP).index(stage)]
+            request = MemoryRequest(self.options.checkpoint, self.options.memory, reserved_bytes)
+            pipeline = default_pipeline(stage, request)
+        else:
+            pipeline = self.options.passes[(Stage.FORWARD, Stage.JOINT, Stage.STEP).index(stage)]
+        return pipeline if self.options.release_gradients else pipeline.without("release-gradients")
 
     def run_passes(self, program: Program, stage: Stage, dump: Dump | None, *, reserved_bytes: int = 0) -> Program:
         """``program`` after the passes of ``stage``."""

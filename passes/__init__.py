@@ -11,7 +11,9 @@ from graphopt.passes.fold_constants import FoldConstants
 from graphopt.passes.fold_identities import FoldIdentities
 from graphopt.passes.fuse_linear_loss import FuseLinearLoss
 from graphopt.passes.merge_loss_gradient import MergeLossGradient
+from graphopt.passes.order_for_lifetime import OrderForLifetime
 from graphopt.passes.recompute import Recompute
+from graphopt.passes.release_gradients import ReleaseGradients
 from graphopt.passes.restore_attention import RestoreAttention
 from graphopt.passes.reuse_last_use import ReuseLastUse
 from graphopt.passes.simplify_algebra import SimplifyAlgebra
@@ -26,6 +28,8 @@ BY_NAME: Mapping[str, type[Pass]] = {
     "recompute": Recompute,
     "fuse-linear-loss": FuseLinearLoss,
     "merge-loss-gradient": MergeLossGradient,
+    "order-for-lifetime": OrderForLifetime,
+    "release-gradients": ReleaseGradients,
     "restore-attention": RestoreAttention,
     "reuse-last-use": ReuseLastUse,
     "simplify-algebra": SimplifyAlgebra,

@@ -10,7 +10,9 @@ from graphopt.passes.fold_constants import FoldConstants
 from graphopt.passes.fold_identities import FoldIdentities
 from graphopt.passes.fuse_linear_loss import FuseLinearLoss
 from graphopt.passes.merge_loss_gradient import MergeLossGradient
+from graphopt.passes.order_for_lifetime import OrderForLifetime
 from graphopt.passes.recompute import Recompute
+from graphopt.passes.release_gradients import ReleaseGradients
 from graphopt.passes.restore_attention import RestoreAttention
 from graphopt.passes.reuse_last_use import ReuseLastUse
 from graphopt.passes.simplify_algebra import SimplifyAlgebra
@@ -52,6 +54,8 @@ def step_pipeline(memory: MemoryRequest = NO_REQUEST) -> Pipeline:
             MergeLossGradient(),  # here alone is it known that the gradient is taken in the same step
             Dedupe(),  # bias corrections and other numbers that parameters share
             DropDead(),  # their duplicates
+            ReleaseGradients(),  # before writing in place, which it makes possible where the gradient is
+            OrderForLifetime(),  # when updates are where they run; it counts on the writes in place that follow
             *memory_passes(memory),
             ReuseLastUse(),  # last: from here on the program writes in place
         )
