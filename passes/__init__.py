@@ -8,6 +8,7 @@ from graphopt.passes.dedupe import Dedupe
 from graphopt.passes.drop_dead import DropDead
 from graphopt.passes.fold_constants import FoldConstants
 from graphopt.passes.fold_identities import FoldIdentities
+from graphopt.passes.offload import Offload
 from graphopt.passes.restore_attention import RestoreAttention
 from graphopt.passes.reuse_last_use import ReuseLastUse
 from graphopt.passes.simplify_algebra import SimplifyAlgebra
@@ -18,6 +19,7 @@ BY_NAME: Mapping[str, type[Pass]] = {
     "drop-dead": DropDead,
     "fold-constants": FoldConstants,
     "fold-identities": FoldIdentities,
+    "offload": Offload,
     "restore-attention": RestoreAttention,
     "reuse-last-use": ReuseLastUse,
     "simplify-algebra": SimplifyAlgebra,

@@ -7,6 +7,7 @@ from graphopt.passes.dedupe import Dedupe
 from graphopt.passes.drop_dead import DropDead
 from graphopt.passes.fold_constants import FoldConstants
 from graphopt.passes.fold_identities import FoldIdentities
+from graphopt.passes.offload import Offload
 from graphopt.passes.restore_attention import RestoreAttention
 from graphopt.passes.reuse_last_use import ReuseLastUse
 from graphopt.passes.simplify_algebra import SimplifyAlgebra
@@ -44,6 +45,7 @@ def step_pipeline() -> Pipeline:
         (
             Dedupe(),  # bias corrections and other numbers that parameters share
             DropDead(),  # their duplicates
+            Offload(),  # executes decisions; after dedupe, so that names are final, and before memory is written again
             ReuseLastUse(),  # last: from here on the program writes in place
         )
     )
