@@ -26,7 +26,7 @@ With 0, copies and computing take turns.
 Saves the bytes of each value between the end of its copy out and the start of its copy in. Costs two copies over the
 link, hidden as far as computing takes longer; 8 bytes for the ticket; while it is in flight, a value is in near memory.
 Refuses, with a reason in the table of decisions, what ``offloadable`` objects to: views, what the caller owns, outputs,
-what is written in place, and what the backward needs at once. The copies are of bytes, so the pass is exact.
+what is written in place, what the backward needs at once, and what would be gone only while nothing is allocated. The copies are of bytes, so the pass is exact.
 """
 
 from __future__ import annotations
@@ -43,10 +43,6 @@ from graphopt.ir.program import Program, Stage
 from graphopt.ir.spec import TensorSpec
 from graphopt.ir.transfer_ops import ARRIVED, OFFLOAD, OFFLOADED, PREFETCH
 from graphopt.pipeline.pass_base import Changes, Pass, Refusal
-
-SHORTEST_ABSENCE = 2
-"""Calls during which a value must be gone. One alone is the call at the border of forward and backward."""
-
 
 @dataclass(frozen=True)
 class Offload(Pass):
@@ -67,7 +63,8 @@ class Offload(Pass):
         bases, refusals = _accepted(facts, decided)
         journeys, too_short = _planned(facts, bases, self.prefetch)
         for journey in journeys:
-            journey.offload = program.insert_before(_behind(journey.base), OFFLOAD, journey.base)
+            anchor = _behind(facts, facts.position[journey.base])
+            journey.offload = program.insert_before(anchor, OFFLOAD, journey.base, origin_of=journey.base)
         for journey in journeys:
             _insert_departure(program, facts, journey, journeys)
         for journey in sorted(journeys, key=lambda journey: journey.needed_at):
@@ -113,11 +110,11 @@ def _planned(facts: OffloadFacts, bases: list[fx.Node], depth: int) -> tuple[lis
     refusals: list[Refusal] = []
     while True:
         journeys = _timed(facts, bases, depth)
-        short = [journey for journey in journeys if journey.fetched_at - journey.gone_at < SHORTEST_ABSENCE]
+        short = [journey for journey in journeys if not facts.makes_memory(journey.gone_at, journey.fetched_at)]
         if not short:
             return journeys, refusals
         bases = [base for base in bases if all(journey.base is not base for journey in short)]
-        reason = "it is used again at once: it would be back before it had left"
+        reason = "it is used again at once: it would be gone only while nothing is allocated"
         refusals += [Refusal.at(journey.base, reason) for journey in short]
 
 
@@ -140,11 +137,16 @@ def _timed(facts: OffloadFacts, bases: list[fx.Node], depth: int) -> list[_Journ
 
 
 def _insert_departure(program: Program, facts: OffloadFacts, journey: _Journey, journeys: list[_Journey]) -> None:
-    """The wait for the copy out, before the departure it makes room for or behind the last use in the forward."""
+    """The wait for the copy out: before the departure it makes room for, or behind the last use in the forward."""
     assert journey.offload is not None, "departures follow the starts of all copies"
-    anchor = next((other.offload for other in journeys if other.base is journey.leaves_with), None)
-    anchor = anchor or _behind(facts.order[journey.gone_at - 1])
-    program.insert_before(anchor, OFFLOADED, journey.offload, journey.base, origin_of=journey.base)
+    anchor = _behind(facts, journey.gone_at - 1)
+    others = [other for other in journeys if other.base is journey.leaves_with]
+    if not others and anchor is not _behind(facts, facts.position[journey.base]):
+        # Values made by this last use leave behind it, not beside it.
+        others = [other for other in journeys if _behind(facts, facts.position[other.base]) is anchor]
+    before = others[0].offload if others else anchor
+    assert before is not None, "all copies have been started"
+    program.insert_before(before, OFFLOADED, journey.offload, journey.base, origin_of=journey.base)
 
 
 def _insert_return(program: Program, facts: OffloadFacts, journey: _Journey) -> None:
@@ -193,12 +195,9 @@ def _made_again(
     return returned[member]
 
 
-def _behind(node: fx.Node) -> fx.Node:
-    """The call before which a new one must stand to come right after ``node`` and the picks from its result."""
-    after = node.next
-    while ops.is_getitem(after):
-        after = after.next
-    return after
+def _behind(facts: OffloadFacts, position: int) -> fx.Node:
+    """The call before which a new one must stand to come after the one at ``position`` and the picks from its result."""
+    return next(node for node in facts.order[position + 1 :] if not ops.is_getitem(node))
 
 
 def _note(program: Program, refusals: tuple[Refusal, ...]) -> None:

@@ -80,5 +80,5 @@ def check_budget(settings: FarMemory, nbytes: int, used_bytes: int) -> None:
 
 
 def _new_slot(nbytes: int) -> FarSlot:
-    memory = mmap.mmap(-1, nbytes)
+    memory = mmap.mmap(-1, max(nbytes, 1))  # a map cannot be empty
     return FarSlot(nbytes, ctypes.addressof(ctypes.c_char.from_buffer(memory)), memory)

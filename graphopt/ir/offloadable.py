@@ -70,6 +70,12 @@ class OffloadFacts:
             readers.update(user for user in early if user not in members or user.users.keys() & readers)
         return max([self.position[base], *map(self.position.__getitem__, readers)])
 
+    def makes_memory(self, start: int, end: int) -> bool:
+        """Whether any call from ``start`` to ``end`` (exclusive) has a result in memory of its own."""
+        return any(
+            self._members[number][0] is node for node in self.order[start:end] for number in self._held[node]
+        )
+
     def objection(self, node: fx.Node) -> str | None:
         """The reason why ``node`` cannot be offloaded, or None if it can."""
         if node.op != "call_function":
