@@ -1,4 +1,4 @@
-"""Offload: values that were decided to leave for far memory leave after their making and come back before they are needed.
+"""Offload: values leave for far memory once they are made, and come back before the backward needs them.
 
 Before::
 
@@ -19,14 +19,15 @@ After::
     grad = aten.mul.Tensor(tangent, arrived)
 
 It executes the rows of ``program.decisions`` that say ``offload``, each about the base of a storage; views that the
-backward reads are made again from what came back. ``prefetch`` bounds what is in flight: the copy out of a value is
-over, at the latest where the next but ``prefetch`` leaves; its copy in starts where the last but ``prefetch`` is needed.
-With 0, copies and computing take turns.
+backward reads are made again from what came back. ``prefetch`` bounds how many values are in flight: one that leaves is
+waited for where the value ``prefetch`` places behind it leaves, or at its last use in the forward if that is later; one
+that returns sets out where the value ``prefetch`` places before it is needed. With 0, copies and computing take turns.
 
 Saves the bytes of each value between the end of its copy out and the start of its copy in. Costs two copies over the
 link, hidden as far as computing takes longer; 8 bytes for the ticket; while it is in flight, a value is in near memory.
 Refuses, with a reason in the table of decisions, what ``offloadable`` objects to: views, what the caller owns, outputs,
-what is written in place, what the backward needs at once, and what would be gone only while nothing is allocated. The copies are of bytes, so the pass is exact.
+what is written in place, what the backward needs at once, and what would be gone only while nothing is allocated. The
+copies are of bytes, so the pass is exact.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ from graphopt.ir.program import Program, Stage
 from graphopt.ir.spec import TensorSpec
 from graphopt.ir.transfer_ops import ARRIVED, OFFLOAD, OFFLOADED, PREFETCH
 from graphopt.pipeline.pass_base import Changes, Pass, Refusal
+
 
 @dataclass(frozen=True)
 class Offload(Pass):
@@ -62,11 +64,7 @@ class Offload(Pass):
         facts = OffloadFacts(program)
         bases, refusals = _accepted(facts, decided)
         journeys, too_short = _planned(facts, bases, self.prefetch)
-        for journey in journeys:
-            anchor = _behind(facts, facts.position[journey.base])
-            journey.offload = program.insert_before(anchor, OFFLOAD, journey.base, origin_of=journey.base)
-        for journey in journeys:
-            _insert_departure(program, facts, journey, journeys)
+        _insert_departures(program, facts, journeys)
         for journey in sorted(journeys, key=lambda journey: journey.needed_at):
             _insert_return(program, facts, journey)
         _note(program, (*refusals, *too_short))
@@ -77,7 +75,8 @@ class Offload(Pass):
 class _Journey:
     """One value: positions (of the program before the pass) of the call before which each step stands.
 
-    ``leaves_with``: the value whose departure ends this one's copy out, or None where its own last use does.
+    ``leaves_with``: the value whose departure ends this one's copy out, or None where its own last use does; ``sent``:
+    the ticket behind that end, once it is there.
     """
 
     base: fx.Node
@@ -85,7 +84,7 @@ class _Journey:
     needed_at: int
     fetched_at: int
     leaves_with: fx.Node | None
-    offload: fx.Node | None = None
+    sent: fx.Node | None = None
 
 
 def _accepted(facts: OffloadFacts, decided: list[str]) -> tuple[list[fx.Node], list[Refusal]]:
@@ -136,38 +135,43 @@ def _timed(facts: OffloadFacts, bases: list[fx.Node], depth: int) -> list[_Journ
     return journeys
 
 
-def _insert_departure(program: Program, facts: OffloadFacts, journey: _Journey, journeys: list[_Journey]) -> None:
-    """The wait for the copy out: before the departure it makes room for, or behind the last use in the forward."""
-    assert journey.offload is not None, "departures follow the starts of all copies"
-    anchor = _behind(facts, journey.gone_at - 1)
-    others = [other for other in journeys if other.base is journey.leaves_with]
-    if not others and anchor is not _behind(facts, facts.position[journey.base]):
-        # Values made by this last use leave behind it, not beside it.
-        others = [other for other in journeys if _behind(facts, facts.position[other.base]) is anchor]
-    before = others[0].offload if others else anchor
-    assert before is not None, "all copies have been started"
-    program.insert_before(before, OFFLOADED, journey.offload, journey.base, origin_of=journey.base)
+def _insert_departures(program: Program, facts: OffloadFacts, journeys: list[_Journey]) -> None:
+    """The starts of all copies out, then the waits for them: before the departure that a wait makes room for, or behind
+    the last use in the forward."""
+    first_at: dict[fx.Node, fx.Node] = {}
+    starts: dict[fx.Node, fx.Node] = {}
+    for journey in journeys:
+        anchor = facts.behind(facts.position[journey.base])
+        starts[journey.base] = program.insert_before(anchor, OFFLOAD, journey.base, origin_of=journey.base)
+        first_at.setdefault(anchor, starts[journey.base])
+    for journey in journeys:
+        anchor = facts.behind(journey.gone_at - 1)
+        if journey.leaves_with is not None:
+            anchor = starts[journey.leaves_with]
+        elif anchor is not facts.behind(facts.position[journey.base]):
+            anchor = first_at.get(anchor, anchor)  # what the last use makes leaves behind this wait, not beside it
+        start = starts[journey.base]
+        journey.sent = program.insert_before(anchor, OFFLOADED, start, journey.base, origin_of=journey.base)
 
 
 def _insert_return(program: Program, facts: OffloadFacts, journey: _Journey) -> None:
     """The copy in, the wait for it, and the views that the backward reads, each right before its first use."""
     base = journey.base
-    assert journey.offload is not None, "what returns has left"
-    sent = next(user for user in journey.offload.users if ops.is_call(user, OFFLOADED))
+    assert journey.sent is not None, "what returns has left"
     spec = TensorSpec.of(program.value(base))
     late = facts.late_users(base)
     members = facts.members(base)
     buffer = program.insert_before(
         facts.order[journey.fetched_at],
         PREFETCH,
-        sent,
+        journey.sent,
         list(spec.shape),
         list(spec.stride),
         dtype=spec.dtype,
         device=spec.device,
         origin_of=base,
     )
-    returned = {base: program.insert_before(late[0], ARRIVED, buffer, sent, origin_of=base)}
+    returned = {base: program.insert_before(late[0], ARRIVED, buffer, journey.sent, origin_of=base)}
     for user in late:
         for member in members:
             if member in user.all_input_nodes:
@@ -190,14 +194,13 @@ def _made_again(
                 source, *rest = view.args
                 again = (returned[source], *rest)  # type: ignore[index]
                 returned[view] = program.insert_before(
-                    anchor, view.target, *again, origin_of=view, **view.kwargs  # type: ignore[arg-type]
+                    anchor,
+                    view.target,
+                    *again,
+                    origin_of=view,
+                    **view.kwargs,  # type: ignore[arg-type]
                 )
     return returned[member]
-
-
-def _behind(facts: OffloadFacts, position: int) -> fx.Node:
-    """The call before which a new one must stand to come after the one at ``position`` and the picks from its result."""
-    return next(node for node in facts.order[position + 1 :] if not ops.is_getitem(node))
 
 
 def _note(program: Program, refusals: tuple[Refusal, ...]) -> None:

@@ -57,7 +57,7 @@ class _Job(Protocol):
 
 
 class _Copy:
-    """One copy between ``tensor`` and far memory. Holds ``tensor`` until it is over: whoever asked may be gone by then."""
+    """One copy between ``tensor`` and far memory; holds ``tensor`` until it is over, as whoever asked may be gone."""
 
     def __init__(self, parcel: Parcel, tensor: Tensor, *, is_outward: bool) -> None:
         self.parcel = parcel

@@ -32,8 +32,8 @@ class CompiledSegment:
 
 @dataclass(frozen=True)
 class Executable:
-    """An emitted Program: its source, its plan and its segments in order; ``offload`` is the engine that moves values to
-    far memory and back, where the program does so.
+    """An emitted Program: its source, its plan and its segments in order; ``offload`` is the engine that moves values
+    to far memory and back, where the program does so.
     """
 
     program: Program
@@ -86,7 +86,9 @@ def build_executable(program: Program, *, title: str, far_memory: FarMemory | No
     engine = OffloadEngine(far_memory) if any(ops.is_transfer(node) for node in plan.order) else None
     parts: tuple[Segment, ...] = split_segments(program, plan)
     compiled = tuple(
-        CompiledSegment(part.name, engine.around(function) if engine else function, produced_outputs(program, plan, part, parts))
+        CompiledSegment(
+            part.name, engine.around(function) if engine else function, produced_outputs(program, plan, part, parts)
+        )
         for part, function in zip(parts, namespace["SEGMENTS"], strict=True)
     )
     executable = Executable(program, plan, source, compiled, engine)

@@ -12,7 +12,7 @@ from graphopt.ir.units import format_bytes
 
 @dataclass(frozen=True)
 class FarMemory:
-    """``budget``: most bytes of far memory, None for no limit. ``pin``: page-locked memory (on CUDA; a CPU has none)."""
+    """``budget``: most bytes of far memory, None for no limit. ``pin``: page-locked memory (CUDA only)."""
 
     budget: int | None = None
     pin: bool = True

@@ -32,8 +32,8 @@ _ACTIVE = threading.local()
 
 @dataclass(frozen=True)
 class OffloadStatistics:
-    """What an engine has moved so far. ``wait_seconds``: how long calling threads were held up (0 on CUDA, where streams
-    wait instead); ``far_bytes``: what is in far memory now; ``far_peak_bytes``: the most there was.
+    """What an engine has moved so far. ``wait_seconds``: how long calling threads were held up (about 0 on CUDA, where
+    streams wait instead); ``far_bytes``: what is in far memory now; ``far_peak_bytes``: the most there was.
     """
 
     values_out: int
@@ -141,7 +141,9 @@ def _prefetch(
     parcel = _parcel(ticket)
     layout = parcel.layout
     if (layout.shape, layout.dtype) != (tuple(size), dtype):
-        raise OffloadError(f"ticket {parcel.number} stands for {layout}, but {dtype} of shape {tuple(size)} is expected")
+        raise OffloadError(
+            f"ticket {parcel.number} stands for {layout}, but {dtype} of shape {tuple(size)} is expected"
+        )
     # The layout that the value really had: where a fake value has other strides, the real ones are the right ones.
     buffer = layout.empty()
     parcel.copier.fetch(parcel, buffer)

@@ -16,7 +16,7 @@ from graphopt.execute.far_memory import FarMemory
 
 @dataclass(frozen=True)
 class Layout:
-    """Shape, strides, dtype and device of a value that left; ``nbytes``: from its first byte to its last, gaps included."""
+    """Shape, strides, dtype and device of a value that left."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -30,7 +30,7 @@ class Layout:
 
     @property
     def nbytes(self) -> int:
-        """Bytes from the first element to the end of the last."""
+        """Bytes from the start of the first element to the end of the last, gaps included."""
         if 0 in self.shape:
             return 0
         last = sum((size - 1) * step for size, step in zip(self.shape, self.stride, strict=True))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import accumulate
 
 import torch
 from torch import fx
@@ -21,8 +22,8 @@ def offloadable(program: Program, node: fx.Node) -> str | None:
 class OffloadFacts:
     """Where the memory of each value is made, shown through views and read again; positions are those of ``ops()``.
 
-    A whole storage leaves, under the name of its base: the first value in it. Views of the base are made again from what
-    comes back.
+    A whole storage leaves, under the name of its base: the first value in it. Views of the base are made again from
+    what comes back.
     """
 
     def __init__(self, program: Program) -> None:
@@ -38,6 +39,8 @@ class OffloadFacts:
         for node, numbers in storages.held.items():
             for number in numbers:
                 self._members.setdefault(number, []).append(node)
+        makers = [any(self._members[number][0] is node for number in self._held[node]) for node in self.order]
+        self._num_makers = tuple(accumulate(makers, initial=0))
         self._returned = self._numbers(nodes_in(program.output_values()))
         self._written = self._numbers(target for node in self.order for target in ops.mutated_arguments(node))
 
@@ -50,13 +53,13 @@ class OffloadFacts:
     def late_users(self, base: fx.Node) -> tuple[fx.Node, ...]:
         """The calls behind the forward part that read the memory of ``base`` through a value of the forward part."""
         users = {user for member in self.members(base) for user in member.users if user in self.position}
-        return tuple(sorted((user for user in users if self.position[user] >= self.split), key=self.position.__getitem__))
+        return tuple(
+            sorted((user for user in users if self.position[user] >= self.split), key=self.position.__getitem__)
+        )
 
     def late_members(self, base: fx.Node) -> tuple[fx.Node, ...]:
         """The views of ``base`` that are made behind the forward part, in order."""
-        return tuple(
-            node for node in self._members[self._held[base][0]] if self.position.get(node, -1) >= self.split
-        )
+        return tuple(node for node in self._members[self._held[base][0]] if self.position.get(node, -1) >= self.split)
 
     def last_forward_use(self, base: fx.Node) -> int:
         """The position of the last call of the forward part that makes ``base`` or reads its memory.
@@ -72,9 +75,14 @@ class OffloadFacts:
 
     def makes_memory(self, start: int, end: int) -> bool:
         """Whether any call from ``start`` to ``end`` (exclusive) has a result in memory of its own."""
-        return any(
-            self._members[number][0] is node for node in self.order[start:end] for number in self._held[node]
-        )
+        return self._num_makers[max(end, start)] > self._num_makers[start]
+
+    def behind(self, position: int) -> fx.Node:
+        """The call before which a new one must stand to come after the one at ``position`` and its getitems."""
+        position += 1
+        while ops.is_getitem(self.order[position]):
+            position += 1
+        return self.order[position]
 
     def objection(self, node: fx.Node) -> str | None:
         """The reason why ``node`` cannot be offloaded, or None if it can."""
@@ -84,7 +92,11 @@ class OffloadFacts:
         if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
             return "it is not one strided tensor"
         number = self._held[node][0]
-        return self._ownership_objection(node, number) or self._layout_objection(value, number) or self._use_objection(node)
+        return (
+            self._ownership_objection(node, number)
+            or self._layout_objection(value, number)
+            or self._use_objection(node)
+        )
 
     def _ownership_objection(self, node: fx.Node, number: int) -> str | None:
         if number in self._resident:

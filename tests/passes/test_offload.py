@@ -136,7 +136,9 @@ def test_views_are_made_again_from_what_came_back():
 
 
 def test_a_value_with_several_users_comes_back_once():
-    after, record = run_pass(Offload(), decide_offload(joint_of(lambda x, w: (y := x @ w, (y.sin() * y.cos()).sum())[1])))
+    after, record = run_pass(
+        Offload(), decide_offload(joint_of(lambda x, w: (y := x @ w, (y.sin() * y.cos()).sum())[1]))
+    )
     assert record.changes == len(calls(after, OFFLOAD)) == len(calls(after, ARRIVED))
 
 
@@ -184,7 +186,11 @@ def returned_program() -> Program:
 
 REFUSED = {
     "input": (lambda: joint_of(chain), "x", "it belongs to the caller"),
-    "view": (lambda: joint_of(through_views), "view", "it is a view of mm, whose memory would have to leave: offload that"),
+    "view": (
+        lambda: joint_of(through_views),
+        "view",
+        "it is a view of mm, whose memory would have to leave: offload that",
+    ),
     "view of an input": (lambda: joint_of(lambda x, w: (x[1:] @ w).sin().sum()), "slice_1", "memory of an input"),
     "output": (returned_program, "mm", "it shares memory with an output"),
     "unread": (lambda: joint_of(lambda x, w: (x @ w + 1).sum()), "mm", "only the forward reads it"),
