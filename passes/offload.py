@@ -186,20 +186,12 @@ def _made_again(
     program: Program, base: fx.Node, member: fx.Node, returned: dict[fx.Node, fx.Node], *, anchor: fx.Node
 ) -> fx.Node:
     """What stands for ``member`` in the memory that came back; ``returned`` holds what there is already."""
-    if member not in returned:
-        chain = view_chain(base, member)
-        assert chain, f"{member.name} is a view of {base.name}"
-        for view in chain:
-            if view not in returned:
-                source, *rest = view.args
-                again = (returned[source], *rest)  # type: ignore[index]
-                returned[view] = program.insert_before(
-                    anchor,
-                    view.target,
-                    *again,
-                    origin_of=view,
-                    **view.kwargs,  # type: ignore[arg-type]
-                )
+    for view in view_chain(base, member) or ():
+        if view not in returned:
+            source, *rest = view.args
+            assert isinstance(source, fx.Node) and callable(view.target), f"{view.name} is a view of a value"
+            again = (returned[source], *rest)
+            returned[view] = program.insert_before(anchor, view.target, *again, origin_of=view, **view.kwargs)
     return returned[member]
 
 

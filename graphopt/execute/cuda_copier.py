@@ -134,18 +134,25 @@ class CudaCopier:
         budget = self.settings.budget
         while budget is not None and self._used_bytes + self._free_bytes + nbytes > budget:
             size = next(size for size, slots in self._free.items() if slots)
-            slot = self._free[size].pop()
-            if slot.last is not None:
-                slot.last.synchronize()  # its memory must not go back to the system under a copy
+            _let_go(self._free[size].pop())
             self._free_bytes -= size
 
     def _collect(self) -> None:
         while self._returned:
             slot = self._returned.popleft()
             nbytes = slot.memory.numel()
-            self._free.setdefault(nbytes, []).append(slot)
             self._used_bytes -= nbytes
+            if not self.settings.keep:
+                _let_go(slot)
+                continue
+            self._free.setdefault(nbytes, []).append(slot)
             self._free_bytes += nbytes
+
+
+def _let_go(slot: _PinnedSlot) -> None:
+    """Wait for the last copy that touches ``slot``: its memory must not go back to the system under it."""
+    if slot.last is not None:
+        slot.last.synchronize()
 
 
 def _bytes_of(tensor: Tensor, parcel: Parcel) -> Tensor:

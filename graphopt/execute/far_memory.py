@@ -12,10 +12,13 @@ from graphopt.ir.units import format_bytes
 
 @dataclass(frozen=True)
 class FarMemory:
-    """``budget``: most bytes of far memory, None for no limit. ``pin``: page-locked memory (CUDA only)."""
+    """``budget``: most bytes of far memory, None for no limit. ``pin``: page-locked memory (CUDA only). ``keep``: hold
+    memory that was given back for the next step.
+    """
 
     budget: int | None = None
     pin: bool = True
+    keep: bool = True
 
     def __post_init__(self) -> None:
         if self.budget is not None and self.budget < 0:
@@ -55,10 +58,11 @@ class FarPool:
         return slot
 
     def give_back(self, slot: FarSlot) -> None:
-        """``slot`` may be taken again."""
-        self.free.setdefault(slot.nbytes, []).append(slot)
+        """``slot`` may be taken again, or is forgotten where nothing is kept."""
         self.used_bytes -= slot.nbytes
-        self.free_bytes += slot.nbytes
+        if self.settings.keep:
+            self.free.setdefault(slot.nbytes, []).append(slot)
+            self.free_bytes += slot.nbytes
 
     def _make_room(self, nbytes: int) -> None:
         """Forget free slots of other sizes until ``nbytes`` more are within the budget."""

@@ -116,8 +116,8 @@ class OffloadEngine:
         return copier
 
 
-_DEFAULT = OffloadEngine()
-"""For programs that are interpreted, not compiled: no limit."""
+_DEFAULT = OffloadEngine(FarMemory(keep=False))
+"""For programs that are interpreted, not compiled: no limit, and nothing is kept."""
 
 
 @torch.library.impl("graphopt::offload", "CompositeExplicitAutograd", lib=LIBRARY)

@@ -174,6 +174,16 @@ def test_free_slots_of_other_sizes_make_room():
             assert round_trip(torch.ones(count)).sum() == count
 
 
+def test_without_keep_nothing_is_held_for_later():
+    engines = {keep: OffloadEngine(FarMemory(keep=keep)) for keep in (True, False)}
+    for engine in engines.values():
+        with torch.no_grad(), engine.active():
+            round_trip(FLOATS)
+        assert engine.statistics.far_bytes == 0
+    free = {keep: engine._copiers[FLOATS.device]._shared.pool.free_bytes for keep, engine in engines.items()}
+    assert free == {True: FLOATS.nbytes, False: 0}
+
+
 def test_a_negative_budget_is_refused():
     with pytest.raises(OffloadError, match="at least 0 bytes, came -1"):
         FarMemory(budget=-1)
