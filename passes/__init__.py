@@ -11,6 +11,7 @@ from graphopt.passes.fold_constants import FoldConstants
 from graphopt.passes.fold_identities import FoldIdentities
 from graphopt.passes.fuse_linear_loss import FuseLinearLoss
 from graphopt.passes.merge_loss_gradient import MergeLossGradient
+from graphopt.passes.offload import Offload
 from graphopt.passes.order_for_lifetime import OrderForLifetime
 from graphopt.passes.recompute import Recompute
 from graphopt.passes.release_gradients import ReleaseGradients
@@ -25,10 +26,11 @@ BY_NAME: Mapping[str, type[Pass]] = {
     "drop-dead": DropDead,
     "fold-constants": FoldConstants,
     "fold-identities": FoldIdentities,
-    "recompute": Recompute,
     "fuse-linear-loss": FuseLinearLoss,
     "merge-loss-gradient": MergeLossGradient,
+    "offload": Offload,
     "order-for-lifetime": OrderForLifetime,
+    "recompute": Recompute,
     "release-gradients": ReleaseGradients,
     "restore-attention": RestoreAttention,
     "reuse-last-use": ReuseLastUse,

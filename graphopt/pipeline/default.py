@@ -10,6 +10,7 @@ from graphopt.passes.fold_constants import FoldConstants
 from graphopt.passes.fold_identities import FoldIdentities
 from graphopt.passes.fuse_linear_loss import FuseLinearLoss
 from graphopt.passes.merge_loss_gradient import MergeLossGradient
+from graphopt.passes.offload import Offload
 from graphopt.passes.order_for_lifetime import OrderForLifetime
 from graphopt.passes.recompute import Recompute
 from graphopt.passes.release_gradients import ReleaseGradients
@@ -71,6 +72,7 @@ def memory_passes(memory: MemoryRequest) -> tuple[Pass, ...]:
         DecideMemory(memory.policy, memory.budget, memory.reserved_bytes),
         Recompute(),  # before offload: a value that is dropped needs no place anywhere
         DropDead(),  # forward calls that only the backward part needed, which now has its own
+        Offload(memory.prefetch),  # what is still kept; after it only memory is written again
     )
 
 
