@@ -13,6 +13,7 @@ from graphopt.ir.program import Program
 from graphopt.ir.units import format_bytes, parse_bytes
 from graphopt.planner.costs import DEFAULT_RATES, Rates, call_seconds
 from graphopt.planner.frontier import search_frontier
+from graphopt.planner.offloading import offload_saved, plan_offload, transfer_seconds
 from graphopt.planner.policies import policy_choice
 from graphopt.planner.schedule import KEEP_ALL
 from graphopt.planner.simulate import Outcome, simulate
@@ -80,12 +81,11 @@ def decide(program: Program, request: MemoryRequest, workspace: Workspace) -> De
     graph = step_graph(program, seconds=call_seconds(program, request.rates), workspace=workspace)
     whole = graph.resident_bytes + request.reserved_bytes
     recompute = [part for part in policy_parts(request.policy) if not isinstance(part, Offload)]
-    if recompute:
-        outcome = simulate(graph, policy_choice(program, graph, recompute))
-        return _checked(program, graph, outcome, request, whole)
-    if request.budget is None:
-        return _checked(program, graph, simulate(graph, KEEP_ALL), request, whole)
-    return _planned(program, graph, request, whole)
+    if request.budget is not None and not recompute:
+        return _planned(program, graph, request, whole)
+    choice = policy_choice(program, graph, recompute) if recompute else KEEP_ALL
+    table = _checked(program, graph, simulate(graph, choice), request, whole)
+    return table if request.offload is None else offload_saved(program, table, request.offload, request.rates)
 
 
 def _planned(program: Program, graph: StepGraph, request: MemoryRequest, whole: int) -> DecisionTable:
@@ -96,6 +96,10 @@ def _planned(program: Program, graph: StepGraph, request: MemoryRequest, whole: 
         return _table(program, graph, everything, f"memory={request.budget}", (note,))
     frontier = search_frontier(graph)
     best = frontier.best(limit)
+    if request.offload is not None:
+        moved = plan_offload(program, graph, request.offload, limit)
+        if moved is not None and (best is None or transfer_seconds(graph, moved, request.rates) < best.seconds):
+            return _table(program, graph, moved, f"memory={request.budget} with {request.offload}", ())
     if best is None:
         smallest = min(frontier.outcomes, key=lambda outcome: outcome.peak_bytes)
         raise BudgetError(_budget_message(program, graph, smallest, limit, whole), smallest.peak_bytes + whole)
@@ -118,7 +122,7 @@ def _checked(program: Program, graph: StepGraph, outcome: Outcome, request: Memo
 def _table(program: Program, graph: StepGraph, outcome: Outcome, policy: str, notes: tuple[str, ...]) -> DecisionTable:
     table = decision_table(program, graph, outcome, policy=policy, notes=notes)
     # What the table says is what runs: values marked as renewed but computed once are not renewed.
-    settled = simulate(graph, choice_of(graph, table))
+    settled = outcome if outcome.choice.offloaded else simulate(graph, choice_of(graph, table))
     if settled.choice != outcome.choice and settled.peak_bytes <= outcome.peak_bytes:
         table = decision_table(program, graph, settled, policy=policy, notes=notes)
     joined = program.decisions.joined(*table.rows, notes=notes)
