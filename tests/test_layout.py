@@ -43,7 +43,7 @@ IMPORTS: dict[str, frozenset[str]] = {
     "graphopt": frozenset(
         {"errors", "version", "optim", "checkpoint", "pipeline", "passes", "options", "capture", "train", "api"}
     ),
-    "cli": frozenset({"errors", "version", "pipeline", "user_files", "train", "dry_run"}),
+    "cli": frozenset({"errors", "version", "planner", "pipeline", "user_files", "train", "dry_run"}),
     "__main__": frozenset({"cli"}),
 }
 

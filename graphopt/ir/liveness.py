@@ -105,8 +105,8 @@ def saved_bytes(program: Program) -> int:
 
 
 def forward_end(program: Program) -> int:
-    """How many of ``program.ops()`` belong to the forward part: all up to the first that a tangent reaches, or that runs
-    again for the backward part."""
+    """How many of ``program.ops()`` belong to the forward part: all up to the first that a tangent reaches, or that
+    runs again for the backward part."""
     backward = backward_nodes(program)
     order = program.ops()
     return next((i for i, node in enumerate(order) if node in backward or is_twin(node)), len(order))
