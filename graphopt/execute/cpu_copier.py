@@ -129,6 +129,11 @@ class CpuCopier:
         self._thread: threading.Thread | None = None
         self._process = os.getpid()
 
+    @property
+    def is_forked(self) -> bool:
+        """Whether this is another process than the one whose thread copies."""
+        return os.getpid() != self._process
+
     def set_pace(self, pace: CopyPace) -> None:
         """Slow the copies down from now on; for tests of what depends on their order."""
         self._shared.draws = random.Random(pace.seed)
@@ -157,13 +162,12 @@ class CpuCopier:
     def drop(self, parcel: Parcel) -> None:
         """Queue the release of the slot; copies that have not begun are left out."""
         parcel.is_dropped = True
-        if os.getpid() == self._process:
+        if not self.is_forked:
             self._jobs.put(_Drop(parcel))
 
     def far_bytes(self) -> tuple[int, int]:
         """Bytes held now and at most, when the queue is empty."""
-        self._refuse_fork()
-        if self._thread is not None:
+        if self._thread is not None and not self.is_forked:
             is_reached = threading.Event()
             self._jobs.put(_Barrier(is_reached))
             is_reached.wait()
@@ -181,10 +185,10 @@ class CpuCopier:
         return copy
 
     def _refuse_fork(self) -> None:
-        if os.getpid() != self._process:
+        if self.is_forked:
             raise OffloadError(
-                "this process was forked from the one that offloads, and threads do not survive a fork: compile the "
-                "step in the process that runs it, or start processes with 'spawn'"
+                "this value left in another process, from which this one was forked, and the copying thread is not "
+                "here: run forward and backward in one process"
             )
 
 

@@ -102,9 +102,10 @@ class OffloadEngine:
         return ticket
 
     def _copier(self, device: torch.device) -> Copier:
-        if device not in self._copiers:
-            self._copiers[device] = self._new_copier(device)
-        return self._copiers[device]
+        copier = self._copiers.get(device)
+        if copier is None or (isinstance(copier, CpuCopier) and copier.is_forked):
+            copier = self._copiers[device] = self._new_copier(device)
+        return copier
 
     def _new_copier(self, device: torch.device) -> Copier:
         if device.type == "cuda":

@@ -44,6 +44,11 @@ class OffloadFacts:
         self._returned = self._numbers(nodes_in(program.output_values()))
         self._written = self._numbers(target for node in self.order for target in ops.mutated_arguments(node))
 
+    def base(self, node: fx.Node) -> fx.Node | None:
+        """The value under whose name the memory of ``node`` leaves: the first tensor in it; None for what has none."""
+        numbers = self._held.get(node)
+        return next(filter(_is_tensor, self._members[numbers[0]]), None) if numbers else None
+
     def members(self, base: fx.Node) -> tuple[fx.Node, ...]:
         """The values in the memory of ``base`` that the forward part makes, in order; ``base`` is the first."""
         return tuple(
@@ -88,6 +93,8 @@ class OffloadFacts:
         """The reason why ``node`` cannot be offloaded, or None if it can."""
         if node.op != "call_function":
             return "it belongs to the caller, who keeps its memory anyway"
+        if ops.is_transfer(node):
+            return "it belongs to another transfer"
         value = node.meta.get("val")
         if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
             return "it is not one strided tensor"
@@ -105,7 +112,8 @@ class OffloadFacts:
             return "it shares memory with an output"
         if number in self._written:
             return "its memory is written in place"
-        base = next(member for member in self._members[number] if _is_tensor(member))
+        base = self.base(node)
+        assert base is not None, "a tensor lies in memory"
         if base is not node:
             return f"it is a view of {base.name}, whose memory would have to leave: offload that"
         return None
@@ -123,8 +131,6 @@ class OffloadFacts:
     def _use_objection(self, node: fx.Node) -> str | None:
         if self.position[node] >= self.split:
             return "it is made by the backward"
-        if ops.is_transfer(node):
-            return "it belongs to another transfer"
         late = self.late_users(node)
         if not late:
             return "only the forward reads it"
@@ -140,17 +146,29 @@ class OffloadFacts:
 
 
 def view_chain(base: fx.Node, member: fx.Node) -> tuple[fx.Node, ...] | None:
-    """The views (and picks of one of several) that lead from ``base`` to ``member``, in order; None if others do."""
+    """The calls from ``base`` to ``member`` that each show the memory of their first argument, in order; None if others
+    lie between."""
     chain: list[fx.Node] = []
     node = member
     while node is not base:
-        if not (ops.is_view(node) or ops.is_getitem(node)) or not node.args or not isinstance(node.args[0], fx.Node):
+        if not _shows_first_argument(node):
             return None
         chain.append(node)
-        node = node.args[0]
+        node = node.args[0]  # type: ignore[assignment]
     return tuple(reversed(chain))
 
 
+def _shows_first_argument(node: fx.Node) -> bool:
+    """Whether ``node`` is a view by its values: ``_unsafe_view`` and some ``reshape`` are, though no schema says so."""
+    if not ops.is_pure(node) or not node.args or not isinstance(node.args[0], fx.Node):
+        return False
+    shown = _storages(node)
+    return bool(shown) and shown <= _storages(node.args[0])
+
+
+def _storages(node: fx.Node) -> set[int]:
+    return {tensor.untyped_storage()._cdata for tensor in tensors_in(node.meta.get("val"))}
+
+
 def _is_tensor(node: fx.Node) -> bool:
-    value = node.meta.get("val")
-    return isinstance(value, torch.Tensor) and next(tensors_in(value), None) is not None
+    return isinstance(node.meta.get("val"), torch.Tensor)

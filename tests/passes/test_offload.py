@@ -7,7 +7,7 @@ from graphopt.build import training_program
 from graphopt.ir import ops
 from graphopt.ir.decisions import Action
 from graphopt.ir.liveness import forward_end, plan_memory, saved_bytes
-from graphopt.ir.offloadable import offloadable
+from graphopt.ir.offloadable import OffloadFacts, offloadable
 from graphopt.ir.program import Program, Stage
 from graphopt.ir.transfer_ops import ARRIVED, OFFLOAD, OFFLOADED, PREFETCH
 from graphopt.passes.offload import Offload
@@ -133,6 +133,33 @@ def test_views_are_made_again_from_what_came_back():
     (home,) = [node for node in forward if node.name == "mm"]
     views = [node for node in crossing if after.value(node).untyped_storage() == after.value(home).untyped_storage()]
     assert views == []
+
+
+def three_dimensions(x, w):
+    """A product of three dimensions is a matrix product behind which the memory is shown by ``_unsafe_view``."""
+    return ((x.view(2, 4, 8) @ w).sin() @ w).cos().sum()
+
+
+def test_views_that_no_schema_calls_so_are_made_again_too():
+    before = joint_of(three_dimensions)
+    shown = {node.args[0].name for node in before.ops() if targets_of(node) == "_unsafe_view"}
+    assert {"mm", "mm_1"} <= shown
+    after, record = run_pass(Offload(prefetch=0), decide_offload(before, "mm"))
+    assert record.changes == 1 and record.saved_bytes_after < record.saved_bytes_before
+    late = after.ops()[forward_end(after) :]
+    assert "_unsafe_view" in [targets_of(node) for node in late]
+
+
+def targets_of(node: torch.fx.Node) -> str:
+    return str(node.target).removeprefix("aten.").split(".")[0]
+
+
+def test_a_view_is_known_by_the_base_that_leaves_for_it():
+    program = joint_of(through_views)
+    facts = OffloadFacts(program)
+    assert facts.base(by_name(program, "view")) is by_name(program, "mm")
+    assert facts.base(by_name(program, "mm")) is by_name(program, "mm")
+    assert facts.base(by_name(program, "x")) is by_name(program, "x")
 
 
 def test_a_value_with_several_users_comes_back_once():
