@@ -1,6 +1,6 @@
-"""The README's table and ``results/README.md``, generated from the stored rows.
+"""The README's tables, ``results/README.md`` and the plots of frontiers, generated from the stored rows.
 
-``python -m benchmarks.report [--check]``: ``--check`` writes nothing and exits 1 if either is out of date.
+``python -m benchmarks.report [--check]``: ``--check`` writes nothing and exits 1 if any is out of date.
 """
 
 from __future__ import annotations
@@ -26,11 +26,21 @@ from benchmarks.frontier_table import (
     frontier_table,
     summary_table,
 )
+from benchmarks.linear_loss import linear_loss_table
 from benchmarks.machine import REPOSITORY, Machine
 from benchmarks.memory_table import memory_table
 from benchmarks.models import MODELS
 from benchmarks.peers import EAGER, GRAPHOPT, TORCH_COMPILE
-from benchmarks.rows import RESULTS, CompileTimeFigures, Figures, MemoryFigures, Row, SpeedFigures, load_rows
+from benchmarks.rows import (
+    RESULTS,
+    CompileTimeFigures,
+    Figures,
+    LinearLossFigures,
+    MemoryFigures,
+    Row,
+    SpeedFigures,
+    load_rows,
+)
 from benchmarks.speed import speed_table
 from graphopt.errors import DataError
 from graphopt.report.table import render
@@ -84,6 +94,9 @@ def results_page(folder: Path) -> str:
         table = compile_time_table(found)
         table.title = None
         parts += [f"## Compile time of {found[0].subject.model}", _markdown(table), _provenance([found])]
+    for found in load_all(folder, "linear-loss", LinearLossFigures):
+        heading = f"## Linear + cross-entropy, {found[0].subject.model} (rows x features x classes)"
+        parts += [heading, _markdown(linear_loss_table(found)), _provenance([found])]
     return "\n\n".join(parts) + "\n"
 
 
@@ -100,12 +113,13 @@ def _frontier_parts(frontiers: Sequence[FrontierRows]) -> list[str]:
     return parts
 
 
-def _plots(frontiers: Sequence[FrontierRows]) -> dict[str, str]:
-    """The plot of every model's frontier, by the model's label."""
-    labels = [rows[0].subject.model for rows in frontiers]
+def _plots(folder: Path, frontiers: Sequence[FrontierRows]) -> dict[Path, str]:
+    """The plot of every model's frontier, by its file."""
     return {
-        label: frontier_plot(label, [row.figures for row in rows])
-        for label, rows in zip(labels, frontiers, strict=True)
+        folder / f"frontier-{rows[0].subject.model}.svg": frontier_plot(
+            rows[0].subject.model, [row.figures for row in rows]
+        )
+        for rows in frontiers
     }
 
 
@@ -210,11 +224,11 @@ def main(
     readme: Annotated[Path, typer.Option(help="The README that has the markers.")] = README,
     results: Annotated[Path, typer.Option(help="The folder with the rows.")] = RESULTS,
 ) -> None:
-    """Generate the README's benchmark table and results/README.md."""
+    """Generate the README's benchmark tables, results/README.md and the plots of frontiers."""
     frontiers = load_all(results, "frontier", FrontierFigures)
     section = readme_section(load_all(results, "memory", MemoryFigures), frontiers)
     pages = {readme: with_section(readme.read_text(), section), results / "README.md": results_page(results)}
-    pages |= {results / f"frontier-{model}.svg": text for model, text in _plots(frontiers).items()}
+    pages |= _plots(results, frontiers)
     stale = [path for path, text in pages.items() if not path.exists() or path.read_text() != text]
     if check and stale:
         typer.echo(

@@ -142,6 +142,19 @@ def bisect(target: Target, outputs: Outputs = "loss", passes: Passes = None, plu
 
 
 @app.command()
+def calibrate() -> None:
+    """Measure how fast this machine computes and moves bytes, once: plans for a memory budget then use it."""
+    from graphopt.planner.machine_rates import measure_rates, write_rates
+
+    rates = measure_rates()
+    path = write_rates(rates)
+    _console().print(
+        f"{rates.flops / 1e9:.1f} GFLOP/s, {rates.bytes / 1e9:.2f} GB/s, {rates.host_bytes / 1e9:.2f} GB/s to host memory, "
+        f"{rates.call_seconds * 1e6:.1f} us a call ({rates.name}); written to {path}, delete it for the default rates"
+    )
+
+
+@app.command()
 def demo(
     text: Annotated[Path | None, typer.Option(help="A text file; default: Python's own documentation.")] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="How many steps to train.")] = None,

@@ -22,7 +22,8 @@ IMPORTS: dict[str, frozenset[str]] = {
     "errors": frozenset(),
     "version": frozenset(),
     "kernels": frozenset(),
-    "ir": frozenset({"errors"}),
+    "operators": frozenset(),
+    "ir": frozenset({"errors", "operators"}),
     "optim": frozenset({"errors"}),
     "checkpoint": frozenset({"errors", "ir"}),
     "planner": frozenset({"errors", "ir", "checkpoint"}),
@@ -42,7 +43,7 @@ IMPORTS: dict[str, frozenset[str]] = {
     "graphopt": frozenset(
         {"errors", "version", "optim", "checkpoint", "pipeline", "passes", "options", "capture", "train", "api"}
     ),
-    "cli": frozenset({"errors", "version", "pipeline", "user_files", "train", "dry_run"}),
+    "cli": frozenset({"errors", "version", "planner", "pipeline", "user_files", "train", "dry_run"}),
     "__main__": frozenset({"cli"}),
 }
 

@@ -16,6 +16,7 @@ from graphopt.ir import ops
 from graphopt.ir.program import Program, nodes_in
 from graphopt.ir.spec import UPDATE_KINDS, InputKind, OutputKind, updated_input_kind
 from graphopt.ir.storage import StorageMap, storage_map
+from graphopt.ir.twins import is_twin
 
 Workspace = Callable[[fx.Node], int]
 """Bytes that an operator allocates and frees inside itself, beyond its results."""
@@ -53,9 +54,11 @@ def no_workspace(node: fx.Node) -> int:
     return 0
 
 
-def plan_memory(program: Program, *, workspace: Workspace = no_workspace) -> MemoryPlan:
-    """The MemoryPlan of ``program`` in its own order."""
-    storages = storage_map(program)
+def plan_memory(
+    program: Program, *, workspace: Workspace = no_workspace, storages: StorageMap | None = None
+) -> MemoryPlan:
+    """The MemoryPlan of ``program`` in its own order; ``storages``: those it will have, if not those it has."""
+    storages = storages or storage_map(program)
     order = program.ops()
     index = {node: i for i, node in enumerate(order)}
     write_after, write_at_end = _write_points(program, storages, index)
@@ -102,10 +105,11 @@ def saved_bytes(program: Program) -> int:
 
 
 def forward_end(program: Program) -> int:
-    """How many of ``program.ops()`` belong to the forward part: all up to the first that a tangent reaches."""
+    """How many of ``program.ops()`` belong to the forward part: all up to the first that a tangent reaches, or that
+    runs again for the backward part."""
     backward = backward_nodes(program)
     order = program.ops()
-    return next((i for i, node in enumerate(order) if node in backward), len(order))
+    return next((i for i, node in enumerate(order) if node in backward or is_twin(node)), len(order))
 
 
 def backward_nodes(program: Program) -> set[fx.Node]:

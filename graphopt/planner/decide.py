@@ -11,8 +11,10 @@ from graphopt.ir.decisions import Action, DecisionTable
 from graphopt.ir.liveness import Workspace
 from graphopt.ir.program import Program
 from graphopt.ir.units import format_bytes, parse_bytes
-from graphopt.planner.costs import DEFAULT_RATES, Rates, call_seconds
+from graphopt.planner.costs import Rates, call_seconds
 from graphopt.planner.frontier import search_frontier
+from graphopt.planner.machine_rates import machine_rates
+from graphopt.planner.offloading import offload_saved, plan_offload, transfer_seconds
 from graphopt.planner.policies import policy_choice
 from graphopt.planner.schedule import KEEP_ALL
 from graphopt.planner.simulate import Outcome, simulate
@@ -30,17 +32,28 @@ class MemoryRequest:
 
     ``budget``: bytes (a number or text such as "2GiB"), or a Fraction of what the step needs when it keeps everything.
     ``reserved_bytes``: what rests beside the program while it runs (optimizer state that this program does not read).
+    ``rates``: what calls cost (None: those of this machine, see ``machine_rates``).
     """
 
     policy: Policy | None = None
     budget: Budget | None = None
     reserved_bytes: int = 0
-    rates: Rates = DEFAULT_RATES
+    rates: Rates | None = None
 
     @property
     def is_idle(self) -> bool:
         """Whether nothing is asked for."""
         return self.policy is None and self.budget is None
+
+    @property
+    def offload(self) -> Offload | None:
+        """The part of the policy that moves values to host memory."""
+        return next((part for part in policy_parts(self.policy) if isinstance(part, Offload)), None)
+
+    @property
+    def prefetch(self) -> int:
+        """How many values are on their way back ahead of use."""
+        return Offload().prefetch if self.offload is None else self.offload.prefetch
 
 
 NO_REQUEST = MemoryRequest()
@@ -67,18 +80,18 @@ def check_budget(budget: object) -> Budget | None:
 
 def decide(program: Program, request: MemoryRequest, workspace: Workspace) -> DecisionTable:
     """The decisions for ``program`` (functional, at stage step). Raises BudgetError when the budget cannot be met."""
-    graph = step_graph(program, seconds=call_seconds(program, request.rates), workspace=workspace)
+    rates = request.rates or machine_rates()
+    graph = step_graph(program, seconds=call_seconds(program, rates), workspace=workspace)
     whole = graph.resident_bytes + request.reserved_bytes
     recompute = [part for part in policy_parts(request.policy) if not isinstance(part, Offload)]
-    if recompute:
-        outcome = simulate(graph, policy_choice(program, graph, recompute))
-        return _checked(program, graph, outcome, request, whole)
-    if request.budget is None:
-        return _checked(program, graph, simulate(graph, KEEP_ALL), request, whole)
-    return _planned(program, graph, request, whole)
+    if request.budget is not None and not recompute:
+        return _planned(program, graph, request, whole, rates)
+    choice = policy_choice(program, graph, recompute) if recompute else KEEP_ALL
+    table = _checked(program, graph, simulate(graph, choice), request, whole)
+    return table if request.offload is None else offload_saved(program, table, request.offload, rates)
 
 
-def _planned(program: Program, graph: StepGraph, request: MemoryRequest, whole: int) -> DecisionTable:
+def _planned(program: Program, graph: StepGraph, request: MemoryRequest, whole: int, rates: Rates) -> DecisionTable:
     everything = simulate(graph, KEEP_ALL)
     limit = _limit(request, whole, everything)
     if everything.peak_bytes <= limit:
@@ -86,6 +99,10 @@ def _planned(program: Program, graph: StepGraph, request: MemoryRequest, whole: 
         return _table(program, graph, everything, f"memory={request.budget}", (note,))
     frontier = search_frontier(graph)
     best = frontier.best(limit)
+    if request.offload is not None:
+        moved = plan_offload(program, graph, request.offload, limit)
+        if moved is not None and (best is None or transfer_seconds(graph, moved, rates) < best.seconds):
+            return _table(program, graph, moved, f"memory={request.budget} with {request.offload}", ())
     if best is None:
         smallest = min(frontier.outcomes, key=lambda outcome: outcome.peak_bytes)
         raise BudgetError(_budget_message(program, graph, smallest, limit, whole), smallest.peak_bytes + whole)
@@ -108,7 +125,7 @@ def _checked(program: Program, graph: StepGraph, outcome: Outcome, request: Memo
 def _table(program: Program, graph: StepGraph, outcome: Outcome, policy: str, notes: tuple[str, ...]) -> DecisionTable:
     table = decision_table(program, graph, outcome, policy=policy, notes=notes)
     # What the table says is what runs: values marked as renewed but computed once are not renewed.
-    settled = simulate(graph, choice_of(graph, table))
+    settled = outcome if outcome.choice.offloaded else simulate(graph, choice_of(graph, table))
     if settled.choice != outcome.choice and settled.peak_bytes <= outcome.peak_bytes:
         table = decision_table(program, graph, settled, policy=policy, notes=notes)
     joined = program.decisions.joined(*table.rows, notes=notes)

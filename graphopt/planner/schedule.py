@@ -19,12 +19,13 @@ ORIGINAL = -1
 
 @dataclass(frozen=True)
 class Choice:
-    """What is decided about storages: those dropped after the forward part, those of them renewed in every phase, and
-    the late nodes at which phases begin (in order)."""
+    """What is decided about storages: those dropped after the forward part, those of them renewed in every phase, those
+    of them that come back from host memory instead of being computed, and the late nodes at which phases begin."""
 
     dropped: frozenset[int] = frozenset()
     renewed: frozenset[int] = frozenset()
     phases: tuple[int, ...] = ()
+    offloaded: frozenset[int] = frozenset()
 
     def phase_at(self, late: int) -> int:
         """The number of the phase that the late node belongs to."""
@@ -101,11 +102,16 @@ class _Building:
             if i in needed or self._key(i, phase) in self.twins:
                 continue
             needed.add(i)
-            stack.extend(a for a in self.graph.arguments[i] if self.is_gone[a])
+            stack.extend(a for a in self._sources(i) if self.is_gone[a])
         for i in sorted(needed):
-            arguments = tuple(self._entry(a, phase) for a in self.graph.arguments[i])
+            arguments = tuple(self._entry(a, phase) for a in self._sources(i))
             self.twins[self._key(i, phase)] = len(self.node)
             self._append(i, arguments, twin=True, anchor=anchor)
+
+    def _sources(self, i: int) -> tuple[int, ...]:
+        """What a twin is computed from; what comes back from host memory is computed from nothing."""
+        made = self.graph.made[i]
+        return () if made and self.choice.offloaded.issuperset(made) else self.graph.arguments[i]
 
     def _append(self, i: int, arguments: tuple[int, ...], *, twin: bool, anchor: int) -> None:
         if not twin:

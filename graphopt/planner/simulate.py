@@ -32,7 +32,11 @@ class Outcome:
 def simulate(graph: StepGraph, choice: Choice) -> Outcome:
     """The Outcome of ``choice``, exact to the byte."""
     order = schedule(graph, choice)
-    seconds = sum(graph.seconds[i] for i, twin in zip(order.node, order.is_twin, strict=True) if twin)
+    seconds = sum(
+        graph.seconds[i]
+        for i, twin in zip(order.node, order.is_twin, strict=True)
+        if twin and not (graph.made[i] and choice.offloaded.issuperset(graph.made[i]))
+    )
     return _Simulation(graph, choice, order).outcome(seconds)
 
 
@@ -127,7 +131,7 @@ class _Simulation:
         reusable, last = self.graph.reusable, self.last_read
         members: dict[int, list[int]] = {}
         for k, i in enumerate(self.order.node):
-            if not reusable[i]:
+            if not reusable[i] or not self.order.arguments[k]:  # what comes back from host memory reads nothing
                 continue
             own = self.storage[k][0][1]
             for operand in reusable[i]:

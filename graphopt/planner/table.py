@@ -38,6 +38,9 @@ def decision_table(
         if not copies[s] and s not in saved:
             continue
         node = graph.nodes[graph.value[s]]
+        if s in outcome.choice.offloaded:
+            rows.append(_offloaded_row(program, graph, s))
+            continue
         again = copies[s] > 0
         rows.append(
             Decision(
@@ -52,6 +55,12 @@ def decision_table(
         )
     phases = tuple(graph.nodes[i].name for i in outcome.choice.phases) if outcome.choice.renewed else ()
     return DecisionTable(policy, tuple(rows), phases, notes)
+
+
+def _offloaded_row(program: Program, graph: StepGraph, s: int) -> Decision:
+    node = graph.nodes[graph.value[s]]
+    reason = "moves to host memory, which costs less than computing again"
+    return Decision(node.name, Action.OFFLOAD, graph.nbytes[s], 0.0, reason, str(program.origin(node)))
 
 
 def choice_of(graph: StepGraph, table: DecisionTable) -> Choice:

@@ -11,6 +11,7 @@ import graphopt
 from graphopt.execute.executable import Executable
 from graphopt.execute.workspace import MeasuredWorkspace
 from tests.support.models import tiny_model
+from tests.support.offload import offload_all
 
 
 def held_storages(value) -> dict[int, int]:
@@ -74,4 +75,16 @@ def test_both_simulators_agree_to_the_byte(name, accumulate):
         tiny.model, outputs=list(tiny.outputs), optimizer=graphopt.optim.AdamW(), accumulate=accumulate
     )
     step(**tiny.batch)
+    assert peak_of_text(step.last_executable) == step.last_executable.plan.peak_bytes
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+@pytest.mark.parametrize("name", ["llama", "lstm", "transformer-dropout"])
+def test_they_agree_where_values_are_offloaded(name, prefetch):
+    tiny = tiny_model(name)
+    step = graphopt.compile(
+        tiny.model, outputs=["loss"], optimizer=graphopt.optim.AdamW(), passes=offload_all(prefetch=prefetch)
+    )
+    step(**tiny.batch)
+    assert step.last_executable.offload.statistics.values_in > 3
     assert peak_of_text(step.last_executable) == step.last_executable.plan.peak_bytes
