@@ -16,8 +16,10 @@ from graphopt.capture.differentiate import differentiable_outputs, differentiate
 from graphopt.capture.export import Captured, OutputRequest, capture_program
 from graphopt.capture.loss_weight import LossWeight, find_loss_weight
 from graphopt.capture.update import UpdateRequest, append_update, append_window, window_update_program
+from graphopt.checkpoint import host_bytes
 from graphopt.errors import OutputError
 from graphopt.execute.executable import Executable, build_executable
+from graphopt.execute.far_memory import FarMemory
 from graphopt.execute.workspace import MeasuredWorkspace
 from graphopt.ir.hazards import protect_backward_reads, separate_updates
 from graphopt.ir.program import Program, Stage
@@ -158,13 +160,21 @@ class Builder:
         program.stage = Stage.STEP
         return captured, self._finish(program, dump, title="forward")
 
+    def _far_memory(self) -> FarMemory | None:
+        """The host memory that the Offload policy allows; None without one."""
+        policy = MemoryRequest(self.options.checkpoint).offload
+        if policy is None:
+            return None
+        budget = None if policy.host_budget is None else host_bytes(policy.host_budget)
+        return FarMemory(budget=budget, pin=policy.pin)
+
     def _finish(self, program: Program, dump: Dump | None, *, title: str, reserved_bytes: int = 0) -> Executable:
         separate_updates(program)
         if dump is not None:
             dump.mark(title, program)
         with without_autocast():
             step = self.run_passes(program, Stage.STEP, dump, reserved_bytes=reserved_bytes)
-            executable = build_executable(step, title=title)
+            executable = build_executable(step, title=title, far_memory=self._far_memory())
         gc.collect()  # tracing leaves reference cycles behind, with fake and real tensors in them
         if dump is not None:
             report = build_report(executable, backend_reason=self.options.backend_reason)

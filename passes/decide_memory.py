@@ -9,7 +9,7 @@ plan meets is a BudgetError naming the smallest one that some plan does.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fractions import Fraction
 from typing import ClassVar
 
@@ -22,27 +22,35 @@ from graphopt.planner.decide import MemoryRequest, decide
 
 @dataclass(frozen=True)
 class DecideMemory(Pass):
-    """Fill the decision table by a policy or for a budget. ``workspace``: what operators allocate inside themselves."""
+    """Fill the decision table by a policy or for a budget of the whole step, ``reserved_bytes`` beside it included."""
 
     policy: Policy | None = None
     budget: int | str | Fraction | None = None
     reserved_bytes: int = 0
-    workspace: Workspace = no_workspace
 
     name: ClassVar[str] = "decide-memory"
     stage: ClassVar[Stage] = Stage.STEP
     numerics: ClassVar[Numerics] = Numerics.EXACT
 
     def apply(self, program: Program) -> Changes:
-        request = MemoryRequest(self.policy, self.budget, self.reserved_bytes)
-        if not request.is_idle:
-            program.decisions = decide(program, request, self.workspace)
-        return Changes(0)
+        return self._decided(program, no_workspace)
 
     def prepared(self, workspace: Workspace) -> Pass:
         """This pass with the workspace of the pipeline that runs it."""
-        return replace(self, workspace=workspace)
+        return _DecideMemoryWith(self.policy, self.budget, self.reserved_bytes, workspace)
 
-    def options(self) -> dict[str, object]:
-        """Options that differ from their defaults; the workspace is the machine's, not an option to print."""
-        return {name: value for name, value in super().options().items() if name != "workspace"}
+    def _decided(self, program: Program, workspace: Workspace) -> Changes:
+        request = MemoryRequest(self.policy, self.budget, self.reserved_bytes)
+        if not request.is_idle:
+            program.decisions = decide(program, request, workspace)
+        return Changes(0)
+
+
+@dataclass(frozen=True)
+class _DecideMemoryWith(DecideMemory):
+    """The pass that knows what operators allocate inside themselves."""
+
+    workspace: Workspace = no_workspace
+
+    def apply(self, program: Program) -> Changes:
+        return self._decided(program, self.workspace)
