@@ -33,10 +33,11 @@ from torch import fx
 
 from graphopt.ir.lifetime_sweeps import improved_order
 from graphopt.ir.lifetimes import lifetimes_of
-from graphopt.ir.liveness import MemoryPlan, plan_memory, saved_bytes
+from graphopt.ir.liveness import MemoryPlan, plan_memory
 from graphopt.ir.ordering import body, reorder
 from graphopt.ir.program import Program, Stage
 from graphopt.ir.reuse import PlannedReuse, planned_reuse
+from graphopt.ir.storage import StorageMap, storage_map
 from graphopt.pipeline.pass_base import Changes, Pass
 
 
@@ -51,15 +52,16 @@ class OrderForLifetime(Pass):
     def apply(self, program: Program) -> Changes:
         """Sweep until nothing is gained: each round lowers the bytes held, summed over all operators."""
         before = current = body(program)
-        held, saved = _Held.by(program), saved_bytes(program)
+        storages = storage_map(program)
+        held = _Held.by(program, storages)
         while True:
             levels = dict(zip(held.plan.order, held.plan.live_bytes, strict=True))
             improved = improved_order(lifetimes_of(program, held.reuse), levels=levels)
             if improved == current:
                 break
             reorder(program, improved)
-            now_held = _Held.by(program)
-            if not now_held.is_less_than(held) or saved_bytes(program) > saved:
+            now_held = _Held.by(program, storages)
+            if not now_held.is_less_than(held):
                 reorder(program, current)
                 break
             current, held = improved, now_held
@@ -74,8 +76,8 @@ class _Held:
     plan: MemoryPlan
 
     @classmethod
-    def by(cls, program: Program) -> _Held:
-        reuse = planned_reuse(program)
+    def by(cls, program: Program, storages: StorageMap) -> _Held:
+        reuse = planned_reuse(program, storages)
         return cls(reuse, plan_memory(program, storages=reuse.storages))
 
     def is_less_than(self, other: _Held) -> bool:
