@@ -28,9 +28,9 @@ class PlannedReuse:
     operand: Mapping[fx.Node, fx.Node]
 
 
-def planned_reuse(program: Program) -> PlannedReuse:
-    """The PlannedReuse of ``program``, which is left as it is."""
-    storages = storage_map(program)
+def planned_reuse(program: Program, storages: StorageMap | None = None) -> PlannedReuse:
+    """The PlannedReuse of ``program``, which is left as it is; ``storages``: its own, if known, in any order."""
+    storages = storages or storage_map(program)
     facts = DyingOperands(program, storages)
     written: dict[fx.Node, fx.Node] = {}
     for node in program.ops():
