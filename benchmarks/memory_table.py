@@ -38,7 +38,7 @@ def _cells(figures: MemoryFigures, eager: MemoryFigures | None) -> tuple[str, ..
         f"{position}{figures.name}",
         figures.note or figures.stage or "",
         "" if figures.num_ops is None else str(figures.num_ops),
-        "" if figures.changes is None or figures.kind == "peer" else str(figures.changes),
+        "" if figures.changes is None or figures.kind != "pass" else str(figures.changes),
         bytes_cell(figures.estimated_peak_bytes),
         bytes_cell(figures.measured_peak_bytes),
         _estimate_cell(figures),

@@ -146,6 +146,16 @@ _LLAMA_25M = {
     "num_attention_heads": 8,
     "tie_word_embeddings": True,
 }
+# The model of the anchor figures in benchmarks/facts_llama.py: 2,230,400 parameters, at 24 layers 6,428,800.
+_LLAMA_D128 = {
+    "vocab_size": 512,
+    "hidden_size": 128,
+    "intermediate_size": 512,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "tie_word_embeddings": False,
+}
 
 _ALL = (
     BenchmarkModel("tiny-mlp", make_perceptron, TokenBatch(4, 32, 64, num_classes=8)),
@@ -175,6 +185,11 @@ _ALL = (
         "tiny-resnet",
         TransformersModel("ResNetForImageClassification", None, _TINY_RESNET),
         ImageBatch(2, 32, num_classes=8),
+    ),
+    BenchmarkModel(
+        "llama-d128",
+        TransformersModel("LlamaForCausalLM", "num_hidden_layers", _LLAMA_D128),
+        TokenBatch(4, 128, 512),
     ),
     BenchmarkModel("gpt2-124m", TransformersModel("GPT2LMHeadModel", "n_layer"), TokenBatch(2, 512, 50257)),
     BenchmarkModel(

@@ -33,17 +33,18 @@ class Contender:
 
 def eager_contender(model: nn.Module, batch: Batch) -> Contender:
     """PyTorch as it comes, with torch.optim.AdamW at its defaults."""
-    return _torch_contender(EAGER, model, model, batch)
+    return torch_contender(EAGER, model, model, batch)
 
 
 def torch_compile_contender(model: nn.Module, batch: Batch) -> Contender:
     """The same loop around ``torch.compile(model)`` with its defaults; compiles at the first step, which may fail."""
-    return _torch_contender(TORCH_COMPILE, torch.compile(model), model, batch)
+    return torch_contender(TORCH_COMPILE, torch.compile(model), model, batch)
 
 
-def graphopt_step(model: nn.Module, outputs: Sequence[str]) -> TrainStep:
-    """``graphopt.compile`` with the same optimizer and everything else at its defaults; compiles at the first step."""
-    step: TrainStep = graphopt.compile(model, outputs=outputs, optimizer=graphopt.optim.AdamW(), backend="aten")
+def graphopt_step(model: nn.Module, outputs: Sequence[str], *, backend: str = "aten", **options: Any) -> TrainStep:
+    """``graphopt.compile`` with the same optimizer, ``options`` and its defaults; compiles at the first step."""
+    optimizer = graphopt.optim.AdamW()
+    step: TrainStep = graphopt.compile(model, outputs=outputs, optimizer=optimizer, backend=backend, **options)
     return step
 
 
@@ -52,7 +53,8 @@ def train_step_contender(step: TrainStep, batch: Batch) -> Contender:
     return Contender(GRAPHOPT, lambda: step(**batch), step.optimizer)
 
 
-def _torch_contender(name: str, forward: Callable[..., Any], model: nn.Module, batch: Batch) -> Contender:
+def torch_contender(name: str, forward: Callable[..., Any], model: nn.Module, batch: Batch) -> Contender:
+    """The training loop that people write, around ``forward``, which trains the parameters of ``model``."""
     optimizer = torch.optim.AdamW(model.parameters())
 
     def step() -> Any:

@@ -1,13 +1,13 @@
-"""The README's table and ``results/README.md``, generated from the stored rows.
+"""The README's tables, ``results/README.md`` and the plots of frontiers, generated from the stored rows.
 
-``python -m benchmarks.report [--check]``: ``--check`` writes nothing and exits 1 if either is out of date.
+``python -m benchmarks.report [--check]``: ``--check`` writes nothing and exits 1 if any is out of date.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich import box
@@ -16,6 +16,16 @@ from rich.table import Table
 from benchmarks.cells import bytes_cell, ratio_cell, seconds_cell
 from benchmarks.command import run_command
 from benchmarks.compile_time import compile_time_table
+from benchmarks.facts_llama import FactsFigures, facts_table
+from benchmarks.frontier_plot import frontier_plot
+from benchmarks.frontier_rows import FrontierFigures
+from benchmarks.frontier_table import (
+    SUMMARY_EXPLANATION,
+    FrontierRows,
+    acceptance_table,
+    frontier_table,
+    summary_table,
+)
 from benchmarks.linear_loss import linear_loss_table
 from benchmarks.machine import REPOSITORY, Machine
 from benchmarks.memory_table import memory_table
@@ -52,11 +62,18 @@ graphopt over eager.\
 MemoryRows = tuple[Row[MemoryFigures], ...]
 
 
-def readme_section(suites: Sequence[MemoryRows]) -> str:
-    """What stands between the markers: the table of every model against its peers, and where it was measured."""
-    if not suites:
+def readme_section(suites: Sequence[MemoryRows], frontiers: Sequence[FrontierRows] = ()) -> str:
+    """What stands between the markers: the table of every model against its peers, then peak against time where it
+    was measured, each with where and when."""
+    if not suites and not frontiers:
         return "Nothing has been measured yet."
-    return "\n\n".join((_EXPLANATION, _markdown(_peer_table(suites)), *_notes(suites), _provenance(suites)))
+    parts: list[str] = []
+    if suites:
+        parts += [_EXPLANATION, _markdown(_peer_table(suites)), *_notes(suites), _provenance(suites)]
+    if frontiers:
+        summary = summary_table(frontiers)
+        parts += [SUMMARY_EXPLANATION, _markdown(summary), _provenance(frontiers)]
+    return "\n\n".join(parts)
 
 
 def results_page(folder: Path) -> str:
@@ -66,6 +83,10 @@ def results_page(folder: Path) -> str:
         table = memory_table(rows, layout=box.MARKDOWN)
         table.title = None
         parts += [f"## {rows[0].subject.model}, pass by pass", _subject_line(rows), _markdown(table)]
+    parts += _frontier_parts(load_all(folder, "frontier", FrontierFigures))
+    for facts in load_all(folder, "facts", FactsFigures):
+        table = facts_table([row.figures for row in facts])
+        parts += ["## Anchors of a small Llama", _markdown(table), _provenance([facts])]
     speed = [row for rows in load_all(folder, "speed", SpeedFigures) for row in rows]
     if speed:
         parts += ["## Speed", _markdown(speed_table(speed)), _provenance([speed])]
@@ -77,6 +98,29 @@ def results_page(folder: Path) -> str:
         heading = f"## Linear + cross-entropy, {found[0].subject.model} (rows x features x classes)"
         parts += [heading, _markdown(linear_loss_table(found)), _provenance([found])]
     return "\n\n".join(parts) + "\n"
+
+
+def _frontier_parts(frontiers: Sequence[FrontierRows]) -> list[str]:
+    parts: list[str] = []
+    for rows in frontiers:
+        model = rows[0].subject.model
+        table = frontier_table(rows)
+        table.title = None
+        parts += [f"## {model}, peak against time", f"![{model}](frontier-{model}.svg)", _markdown(table)]
+        parts += [_provenance([rows])]
+    if frontiers:
+        parts += ["## What the frontiers must show", _markdown(acceptance_table(frontiers))]
+    return parts
+
+
+def _plots(folder: Path, frontiers: Sequence[FrontierRows]) -> dict[Path, str]:
+    """The plot of every model's frontier, by its file."""
+    return {
+        folder / f"frontier-{rows[0].subject.model}.svg": frontier_plot(
+            rows[0].subject.model, [row.figures for row in rows]
+        )
+        for rows in frontiers
+    }
 
 
 def load_all(folder: Path, suite: str, kind: type[Figures]) -> list[tuple[Row[Figures], ...]]:
@@ -154,7 +198,7 @@ def _subject_line(rows: MemoryRows) -> str:
     return f"{size}. {_provenance([rows])}"
 
 
-def _provenance(suites: Sequence[Sequence[Row[Figures]]]) -> str:
+def _provenance(suites: Sequence[Sequence[Row[Any]]]) -> str:
     """One sentence for each machine and commit the rows come from."""
     places = dict.fromkeys(_place(row.machine) for rows in suites for row in rows)
     return " ".join(f"Measured on {place}." for place in places)
@@ -180,9 +224,11 @@ def main(
     readme: Annotated[Path, typer.Option(help="The README that has the markers.")] = README,
     results: Annotated[Path, typer.Option(help="The folder with the rows.")] = RESULTS,
 ) -> None:
-    """Generate the README's benchmark table and results/README.md."""
-    section = readme_section(load_all(results, "memory", MemoryFigures))
+    """Generate the README's benchmark tables, results/README.md and the plots of frontiers."""
+    frontiers = load_all(results, "frontier", FrontierFigures)
+    section = readme_section(load_all(results, "memory", MemoryFigures), frontiers)
     pages = {readme: with_section(readme.read_text(), section), results / "README.md": results_page(results)}
+    pages |= _plots(results, frontiers)
     stale = [path for path, text in pages.items() if not path.exists() or path.read_text() != text]
     if check and stale:
         typer.echo(

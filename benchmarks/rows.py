@@ -34,7 +34,8 @@ class Subject:
 class MemoryFigures:
     """One row of the memory suite.
 
-    ``kind``: "peer" (eager, torch.compile, graphopt: whole training loops) or "pass" (all passes up to this one).
+    ``kind``: "peer" (eager, torch.compile, graphopt: whole training loops), "pass" (all passes up to this one) or
+    "setting" (graphopt with a checkpoint policy or a byte budget).
     Peaks are above ``resting_bytes``. ``eager_seconds`` was measured in the same rounds as ``step_seconds``. Figures
     that do not exist are None, and ``note`` says why.
     """

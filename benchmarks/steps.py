@@ -17,6 +17,7 @@ from benchmarks.measure import (
     model_tensors,
     saved_by_autograd,
 )
+from benchmarks.memory_settings import MemorySetting
 from benchmarks.models import Batch
 from benchmarks.peers import (
     EAGER,
@@ -30,6 +31,7 @@ from benchmarks.peers import (
 )
 from benchmarks.prefixes import PassPrefix, prefix_step
 from benchmarks.rows import MemoryFigures
+from graphopt.errors import GraphoptError
 from graphopt.execute.step import TrainStep
 from graphopt.ir.liveness import saved_bytes
 
@@ -70,6 +72,18 @@ class StepBench:
         figures = with_plan(self._memory(contender, start), step)
         return self._timed({EAGER: self.eager, GRAPHOPT: contender}, {GRAPHOPT: figures})[GRAPHOPT]
 
+    def setting(self, setting: MemorySetting) -> MemoryFigures:
+        """Figures of the whole product told to use memory as ``setting`` says; a refusal becomes the row's note."""
+        gc.collect()
+        start = MemoryFigures("setting", setting.name)
+        try:
+            step = graphopt_step(self.model, self.outputs, **setting.options)
+            contender = train_step_contender(step, self.batch)
+            figures = with_plan(self._memory(contender, start), step)
+        except GraphoptError as error:
+            return replace(start, note=first_line(error))
+        return self._timed({EAGER: self.eager, GRAPHOPT: contender}, {GRAPHOPT: figures})[GRAPHOPT]
+
     def _autograd_memory(self, contender: Contender) -> MemoryFigures:
         assert contender.forward is not None, "autograd takes part"
         figures = self._memory(contender, MemoryFigures("peer", contender.name))
@@ -81,7 +95,7 @@ class StepBench:
             return self._autograd_memory(contender)
         except Exception as error:  # whatever a foreign compiler raises is its result
             self.model.zero_grad(set_to_none=True)
-            return MemoryFigures("peer", contender.name, note=_first_line(error))
+            return MemoryFigures("peer", contender.name, note=first_line(error))
 
     def _memory(self, contender: Contender, figures: MemoryFigures) -> MemoryFigures:
         memory: StepMemory = measure_step(contender, self.model, self.batch)
@@ -118,6 +132,7 @@ def with_plan(figures: MemoryFigures, step: TrainStep) -> MemoryFigures:
     )
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
+    """What went wrong, short enough for a table."""
     text = next(iter(str(error).splitlines()), "")
     return f"{type(error).__name__}: {text}"[:_NOTE_LENGTH]

@@ -10,6 +10,7 @@ import pytest
 from rich.console import Console
 
 from benchmarks.memory import MemorySuite
+from benchmarks.memory_settings import checkpoint_settings, memory_settings
 from benchmarks.memory_table import LARGEST_ESTIMATE_ERROR, memory_table
 from benchmarks.models import MODELS
 from benchmarks.peers import EAGER, GRAPHOPT, TORCH_COMPILE
@@ -72,6 +73,24 @@ def test_estimate_holds_before_and_after_the_pipeline(name: str) -> None:
     errors = [bench.prefix(prefix).estimate_error for prefix in (prefixes[0], prefixes[-1])]
 
     assert all(error is not None and error <= LARGEST_ESTIMATE_ERROR for error in errors), errors
+
+
+def test_settings_have_rows_behind_the_passes() -> None:
+    settings = (*checkpoint_settings("every-1"), *memory_settings("0.9,1"))
+    suite = MemorySuite(MODELS["tiny-mlp"], layers=4, rounds=1, compile_peer=False, settings=settings)
+
+    measured = [row.figures for row in suite.measure()]
+
+    policy, budget, impossible = measured[-3:]
+    assert len(measured) == suite.num_rows
+    assert [figures.name for figures in measured[-3:]] == ["EveryN(n=1)", "memory=0.9", "memory=1"]
+    keep = next(figures for figures in measured if figures.name == GRAPHOPT)
+    for figures in (policy, budget):
+        assert figures.measured_peak_bytes is not None and keep.measured_peak_bytes is not None
+        assert figures.measured_peak_bytes < keep.measured_peak_bytes
+        assert figures.estimate_error is not None and figures.estimate_error <= LARGEST_ESTIMATE_ERROR
+        assert figures.step_seconds is not None
+    assert impossible.note.startswith("BudgetError") and impossible.measured_peak_bytes is None
 
 
 def test_rows_come_back_as_they_were_stored(rows: tuple[Row[MemoryFigures], ...], tmp_path: Path) -> None:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import typer
 from typer.testing import CliRunner
 
+from benchmarks.facts_llama import FactsFigures
+from benchmarks.frontier_rows import AT_PEAK, FrontierFigures
 from benchmarks.machine import Machine
+from benchmarks.memory_peers import GRADIENT_CHECKPOINTING
 from benchmarks.report import BEGIN, END, main, readme_section, results_page, with_section
 from benchmarks.rows import CompileTimeFigures, MemoryFigures, Row, SpeedFigures, Subject, store_rows
 from graphopt.errors import DataError
@@ -111,6 +115,45 @@ def test_results_page_holds_every_suite(folder: Path) -> None:
     assert sum(line.startswith("|--") for line in page.splitlines()) == 4  # one rule a table, or it is no Markdown
     assert "0.625" in page  # the median of the ratios 0.5 and 0.75
     assert "1.50" in page  # three times the seconds for twice the layers
+
+
+def test_frontier_has_a_summary_a_table_and_a_plot(folder: Path) -> None:
+    eager = FrontierFigures("eager", peak_bytes=400 * MIB, own_seconds=(2.0,), eager_seconds=(2.0,))
+    peer = replace(eager, name=GRADIENT_CHECKPOINTING, peak_bytes=200 * MIB, own_seconds=(3.0,))
+    own = replace(
+        peer,
+        name="graphopt",
+        backend="aten",
+        setting=AT_PEAK,
+        beside=peer.name,
+        own_seconds=(2.4,),
+        beside_seconds=(3.0,),
+    )
+    subject = memory_rows("gpt2-124m")[0].subject
+    rows = [Row(subject, MACHINE, figures) for figures in (eager, peer, own)]
+    list(store_rows(folder / "frontier-gpt2-124m.jsonl", rows))
+
+    runner.invoke(app, arguments(folder))
+
+    readme, page = (folder / "TOP.md").read_text(), (folder / "README.md").read_text()
+    assert "| gradient checkpointing |" in readme and "0.80 (aten)" in readme and "1 of 1" in readme
+    assert "## gpt2-124m, peak against time" in page and "(frontier-gpt2-124m.svg)" in page
+    assert "| aten: step time at its peak |" in page
+    assert (folder / "frontier-gpt2-124m.svg").read_text().startswith("<svg ")
+    assert runner.invoke(app, arguments(folder, "--check")).exit_code == 0
+    list(store_rows(folder / "frontier-gpt2-124m.jsonl", rows[:2]))
+    assert runner.invoke(app, arguments(folder, "--check")).exit_code == 1
+
+
+def test_results_page_has_the_anchors(folder: Path) -> None:
+    figures = FactsFigures(8, "first 6", 24_940_000, 0.595, 24_000_000, 24_000_000, 5, 1, 4)
+    subject = memory_rows("llama-d128")[0].subject
+    list(store_rows(folder / "facts-llama-d128.jsonl", [Row(subject, MACHINE, figures)]))
+
+    page = results_page(folder)
+
+    line = next(line for line in page.splitlines() if "first 6" in line)
+    assert "24.94 MB" in line and "59.5 %" in line and "25.0 %" in line and "yes" in line
 
 
 @pytest.mark.parametrize("readme", ["# no markers", f"{BEGIN} only", f"{END}\n{BEGIN}", f"{BEGIN}{END}{BEGIN}{END}"])
