@@ -16,11 +16,21 @@ from rich.table import Table
 from benchmarks.cells import bytes_cell, ratio_cell, seconds_cell
 from benchmarks.command import run_command
 from benchmarks.compile_time import compile_time_table
+from benchmarks.linear_loss import linear_loss_table
 from benchmarks.machine import REPOSITORY, Machine
 from benchmarks.memory_table import memory_table
 from benchmarks.models import MODELS
 from benchmarks.peers import EAGER, GRAPHOPT, TORCH_COMPILE
-from benchmarks.rows import RESULTS, CompileTimeFigures, Figures, MemoryFigures, Row, SpeedFigures, load_rows
+from benchmarks.rows import (
+    RESULTS,
+    CompileTimeFigures,
+    Figures,
+    LinearLossFigures,
+    MemoryFigures,
+    Row,
+    SpeedFigures,
+    load_rows,
+)
 from benchmarks.speed import speed_table
 from graphopt.errors import DataError
 from graphopt.report.table import render
@@ -63,6 +73,9 @@ def results_page(folder: Path) -> str:
         table = compile_time_table(found)
         table.title = None
         parts += [f"## Compile time of {found[0].subject.model}", _markdown(table), _provenance([found])]
+    for found in load_all(folder, "linear-loss", LinearLossFigures):
+        heading = f"## Linear + cross-entropy, {found[0].subject.model} (rows x features x classes)"
+        parts += [heading, _markdown(linear_loss_table(found)), _provenance([found])]
     return "\n\n".join(parts) + "\n"
 
 

@@ -102,6 +102,19 @@ class CompileTimeFigures:
 
 
 @dataclass(frozen=True)
+class LinearLossFigures:
+    """One way to a loss and its gradients: the peak above its inputs, results included; seconds round by round.
+
+    ``relative_error``: the largest of loss and gradients to the unfused form, over the largest value.
+    """
+
+    name: str
+    peak_bytes: int
+    seconds: tuple[float, ...]
+    relative_error: float
+
+
+@dataclass(frozen=True)
 class Row(Generic[Figures]):
     """One stored line."""
 

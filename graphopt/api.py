@@ -46,6 +46,7 @@ def compile(
     verify: str = "structure",
     passes: Passes | None = None,
     max_signatures: int = DEFAULT_MAX_SIGNATURES,
+    release_gradients: bool = True,
 ) -> Any:
     """A compiled training step (with ``optimizer``) or a compiled module whose ``backward()`` fills ``.grad``.
 
@@ -58,7 +59,9 @@ def compile(
     then chooses what to compute again. BudgetError names the smallest feasible budget if it cannot be met.
     ``dump``: a folder for program texts, emitted code and reports (default: the variable GRAPHOPT_DUMP).
     ``verify``: "structure", "infer" or "numeric", how much each pass is checked. ``passes``: passes beyond the default
-    ones, as text or values, run at the stage each names (ANY: on the joint program).
+    ones, as text or values, run at the stage each names (ANY: on the joint program). ``release_gradients``: whether
+    each parameter is updated as soon as its gradient is complete (less memory; False: a failure before the last part of
+    a step leaves everything as it was).
 
     Compiling happens at the first batch. Raises UnsupportedError for options that this version does not have.
     """
@@ -83,6 +86,7 @@ def compile(
         max_signatures=max_signatures,
         checkpoint=policy,
         memory=budget,
+        release_gradients=release_gradients,
     )
     builder = Builder(as_module(model), options)
     return CompiledModule(builder) if optimizer is None else TrainStep(builder)

@@ -58,16 +58,19 @@ class Builder:
         self.workspace = MeasuredWorkspace()
         self.dump_folders: list[Path] = []
 
-    def pipeline(self, stage: Stage) -> Pipeline:
+    def pipeline(self, stage: Stage, reserved_bytes: int = 0) -> Pipeline:
         """The passes of a stage: the default ones unless options name others."""
         if self.options.passes is None:
-            return default_pipeline(stage, MemoryRequest(self.options.checkpoint, self.options.memory))
-        return self.options.passes[(Stage.FORWARD, Stage.JOINT, Stage.STEP).index(stage)]
+            request = MemoryRequest(self.options.checkpoint, self.options.memory, reserved_bytes)
+            pipeline = default_pipeline(stage, request)
+        else:
+            pipeline = self.options.passes[(Stage.FORWARD, Stage.JOINT, Stage.STEP).index(stage)]
+        return pipeline if self.options.release_gradients else pipeline.without("release-gradients")
 
-    def run_passes(self, program: Program, stage: Stage, dump: Dump | None) -> Program:
+    def run_passes(self, program: Program, stage: Stage, dump: Dump | None, *, reserved_bytes: int = 0) -> Program:
         """``program`` after the passes of ``stage``."""
         self.workspace.learn(program)
-        return self.pipeline(stage).run(
+        return self.pipeline(stage, reserved_bytes).run(
             program,
             verify=self.options.verify,
             workspace=self.workspace,
@@ -114,11 +117,11 @@ class Builder:
         program = append_update(built.joint, request)
         return self._finish(program, built.dump, title="step")
 
-    def micro_step(self, built: BuiltGradient) -> Executable:
-        """Forward and backward, gradients added to the window."""
+    def micro_step(self, built: BuiltGradient, *, reserved_bytes: int) -> Executable:
+        """Forward and backward, gradients added to the window; ``reserved_bytes`` rest beside it."""
         assert built.captured.loss_name is not None, "accumulation needs a loss"
         program = append_window(built.joint, loss=built.captured.loss_name, weight=built.weight.weight)
-        return self._finish(program, built.dump, title="micro-step")
+        return self._finish(program, built.dump, title="micro-step", reserved_bytes=reserved_bytes)
 
     def window_update(
         self, parameters: Mapping[str, TensorSpec], request: UpdateRequest, *, divide: bool
@@ -155,12 +158,13 @@ class Builder:
         program.stage = Stage.STEP
         return captured, self._finish(program, dump, title="forward")
 
-    def _finish(self, program: Program, dump: Dump | None, *, title: str) -> Executable:
+    def _finish(self, program: Program, dump: Dump | None, *, title: str, reserved_bytes: int = 0) -> Executable:
         separate_updates(program)
         if dump is not None:
             dump.mark(title, program)
         with without_autocast():
-            executable = build_executable(self.run_passes(program, Stage.STEP, dump), title=title)
+            step = self.run_passes(program, Stage.STEP, dump, reserved_bytes=reserved_bytes)
+            executable = build_executable(step, title=title)
         gc.collect()  # tracing leaves reference cycles behind, with fake and real tensors in them
         if dump is not None:
             report = build_report(executable, backend_reason=self.options.backend_reason)

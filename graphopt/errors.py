@@ -39,6 +39,10 @@ class StateError(GraphoptError):
     """Training state is missing, mismatched, or left incomplete by a failure inside an update."""
 
 
+class OffloadError(GraphoptError):
+    """A value could not be sent to far memory or brought back; the message says what to change."""
+
+
 class DataError(GraphoptError, ValueError):
     """A file or text given by the user cannot be used."""
 

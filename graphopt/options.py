@@ -53,6 +53,7 @@ class CompileOptions:
     max_signatures: int
     checkpoint: Policy | None = None
     memory: Budget | None = None
+    release_gradients: bool = True
 
     def __post_init__(self) -> None:
         if self.backend == "inductor":

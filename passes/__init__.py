@@ -9,7 +9,12 @@ from graphopt.passes.dedupe import Dedupe
 from graphopt.passes.drop_dead import DropDead
 from graphopt.passes.fold_constants import FoldConstants
 from graphopt.passes.fold_identities import FoldIdentities
+from graphopt.passes.fuse_linear_loss import FuseLinearLoss
+from graphopt.passes.merge_loss_gradient import MergeLossGradient
+from graphopt.passes.offload import Offload
+from graphopt.passes.order_for_lifetime import OrderForLifetime
 from graphopt.passes.recompute import Recompute
+from graphopt.passes.release_gradients import ReleaseGradients
 from graphopt.passes.restore_attention import RestoreAttention
 from graphopt.passes.reuse_last_use import ReuseLastUse
 from graphopt.passes.simplify_algebra import SimplifyAlgebra
@@ -21,7 +26,12 @@ BY_NAME: Mapping[str, type[Pass]] = {
     "drop-dead": DropDead,
     "fold-constants": FoldConstants,
     "fold-identities": FoldIdentities,
+    "fuse-linear-loss": FuseLinearLoss,
+    "merge-loss-gradient": MergeLossGradient,
+    "offload": Offload,
+    "order-for-lifetime": OrderForLifetime,
     "recompute": Recompute,
+    "release-gradients": ReleaseGradients,
     "restore-attention": RestoreAttention,
     "reuse-last-use": ReuseLastUse,
     "simplify-algebra": SimplifyAlgebra,

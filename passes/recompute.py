@@ -34,13 +34,12 @@ from graphopt.ir.hazards import protect_backward_reads
 from graphopt.ir.liveness import no_workspace
 from graphopt.ir.program import Program, Stage
 from graphopt.ir.spec import OutputKind
+from graphopt.ir.twins import SUFFIX
 from graphopt.pipeline.pass_base import Changes, Numerics, Pass
 from graphopt.planner.decide import MemoryRequest, decide
 from graphopt.planner.schedule import Choice, Schedule, schedule
 from graphopt.planner.step_graph import StepGraph, step_graph
 from graphopt.planner.table import choice_of
-
-_SUFFIX = "again"
 
 
 @dataclass(frozen=True)
@@ -110,7 +109,7 @@ def _twin(program: Program, node: fx.Node, anchor: fx.Node, given: dict[fx.Node,
     args, kwargs = _reading(node, given)
     twin = program.insert_before(anchor, node.target, *args, origin_of=node, **kwargs)  # type: ignore[arg-type]
     origin = program.origins.pop(twin.name)
-    twin._rename(f"{node.name}_{_SUFFIX}")
+    twin._rename(f"{node.name}_{SUFFIX}")
     program.origins[twin.name] = origin
     return twin
 

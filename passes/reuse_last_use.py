@@ -19,21 +19,14 @@ any more.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
-from torch import fx
-
-from graphopt.ir import ops
 from graphopt.ir.in_place import in_place_call
-from graphopt.ir.program import Program, Stage, nodes_in
-from graphopt.ir.spec import InputKind, OutputKind, TensorSpec, updated_input_kind
-from graphopt.ir.storage import StorageMap, storage_map
+from graphopt.ir.program import Program, Stage
+from graphopt.ir.reuse import DyingOperands
+from graphopt.ir.storage import storage_map
 from graphopt.pipeline.pass_base import Changes, Numerics, Pass
-
-_WRITABLE = (OutputKind.PARAM_UPDATE, OutputKind.STATE_UPDATE)
 
 
 @dataclass(frozen=True)
@@ -47,7 +40,7 @@ class ReuseLastUse(Pass):
 
     def apply(self, program: Program) -> Changes:
         storages = storage_map(program)
-        facts = _Facts(program, storages)
+        facts = DyingOperands(program, storages)
         count = 0
         for node in program.ops():
             operand = next(facts.reusable(node), None)
@@ -62,88 +55,3 @@ class ReuseLastUse(Pass):
         if count:
             program.refresh()
         return Changes(count)
-
-
-class _Facts:
-    """Last uses by storage, kept up to date while results join the storage of an operand."""
-
-    def __init__(self, program: Program, storages: StorageMap) -> None:
-        self.program = program
-        self.storage = {node: numbers[0] for node, numbers in storages.held.items() if len(numbers) == 1}
-        self.nbytes = storages.nbytes
-        self.position = {node: i for i, node in enumerate(program.ops())}
-        self.last_use: dict[int, int] = {}
-        for node, position in self.position.items():
-            for argument in node.all_input_nodes:
-                for number in storages.held[argument]:
-                    self.last_use[number] = position
-        self.lazy = {number for node, number in self.storage.items() if _is_lazy(program.value(node))}
-        self.written = _storages_with_update(program, self.storage)
-        self.kept = self._kept(storages)
-        self.members: dict[int, list[fx.Node]] = {}
-        for node, number in self.storage.items():
-            self.members.setdefault(number, []).append(node)
-
-    def _kept(self, storages: StorageMap) -> set[int]:
-        """Storages that nothing may write into: the caller's, constants, and those that leave the program."""
-        kept = set(storages.resident) - self.written
-        for value in nodes_in(self.program.output_values()):
-            kept.update(storages.held[value])
-        return kept
-
-    def reusable(self, node: fx.Node) -> Iterator[fx.Node]:
-        """Operands of ``node`` whose storage it may write its result into, first operand first."""
-        if not ops.is_pointwise(node) or ops.is_mutating(node) or not ops.is_pure(node) or node not in self.storage:
-            return
-        spec = self.program.spec(node)
-        for operand in ops.tensor_arguments(node):
-            if operand in self.storage and self._dies_at(node, operand) and self._fits(node, operand, spec):
-                yield operand
-
-    def _dies_at(self, node: fx.Node, operand: fx.Node) -> bool:
-        number = self.storage[operand]
-        return number not in self.kept and self.last_use.get(number) == self.position[node]
-
-    def _fits(self, node: fx.Node, operand: fx.Node, spec: TensorSpec) -> bool:
-        if self.program.spec(operand) != spec or spec.nbytes != self.nbytes[self.storage[operand]]:
-            return False
-        if self.storage[node] == self.storage[operand]:
-            return False
-        # A conjugate or negative view keeps its bit while the bits below are overwritten: it would read them wrongly.
-        if self.storage[node] in self.lazy or self.storage[operand] in self.lazy:
-            return False
-        offset = self.program.value(operand).storage_offset()
-        for other in ops.tensor_arguments(node):
-            if other is operand or self.storage.get(other) != self.storage[operand]:
-                continue
-            same_view = self.program.spec(other) == spec and self.program.value(other).storage_offset() == offset
-            if not same_view:
-                return False
-        return True
-
-    def joined(self, node: fx.Node, twin: fx.Node, operand: fx.Node) -> None:
-        """``twin`` stands for ``node`` and lives in the storage of ``operand``; so do all views of ``node``."""
-        old, new = self.storage[node], self.storage[operand]
-        self.position[twin] = self.position[node]
-        moved = [twin, *self.members.pop(old)]
-        self.members[new].extend(moved)
-        self.storage.update(dict.fromkeys(moved, new))
-        self.last_use[new] = max(self.last_use.get(old, -1), self.position[node])
-        if old in self.kept:
-            self.kept.add(new)
-
-
-def _is_lazy(value: object) -> bool:
-    return isinstance(value, torch.Tensor) and (value.is_conj() or value.is_neg())
-
-
-def _storages_with_update(program: Program, storage: dict[fx.Node, int]) -> set[int]:
-    """Storages of parameters and state that the program updates anyway."""
-    written = set()
-    placeholders = program.placeholders()
-    for value, output in zip(program.output_values(), program.signature.outputs, strict=True):
-        if output.kind in _WRITABLE and nodes_in((value,)):
-            position = program.signature.input_index(output.name, updated_input_kind(output.kind))
-            if position is not None and program.signature.inputs[position].kind is not InputKind.BUFFER:
-                written.add(storage[placeholders[position]])
-    return written

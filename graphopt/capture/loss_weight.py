@@ -15,6 +15,7 @@ from torch import fx
 
 from graphopt.ir import ops
 from graphopt.ir.dataflow import depends_on
+from graphopt.ir.linear_loss import TOTAL_RESULT, is_linear_loss, named_arguments
 from graphopt.ir.program import Program
 from graphopt.ir.spec import InputKind, TensorSpec
 
@@ -135,6 +136,8 @@ class _Search:
         return None
 
     def _labels(self, loss_node: fx.Node) -> _Term | None:
+        if is_linear_loss(loss_node):
+            return self._linear_loss(loss_node)
         if not ops.is_call(loss_node, aten.nll_loss_forward.default, aten.nll_loss2d_forward.default):
             return None
         reduction = _reduction(loss_node)
@@ -146,6 +149,17 @@ class _Search:
         if total is None:
             total = self.program.insert_before(loss_node.next, ops.getitem, loss_node, 1)
         return _Term(LossWeight(total, _LABEL_REASON), labels=loss_node)
+
+    def _linear_loss(self, loss_node: fx.Node) -> _Term | None:
+        arguments = named_arguments(loss_node)
+        if arguments["reduction"] == _SUM_REDUCTION:
+            return _Term(LossWeight(None, _SUM_REASON))
+        if arguments["reduction"] != _MEAN_REDUCTION or arguments["z_loss"]:
+            return None  # a z-loss is a mean over all rows, the loss one over valid labels
+        total = next((user for user in loss_node.users if user.args[1] == TOTAL_RESULT), None)
+        if total is None:
+            total = self.program.insert_before(loss_node.next, ops.getitem, loss_node, TOTAL_RESULT)
+        return _Term(LossWeight(total, _LABEL_REASON))
 
     def _mean(self, items: fx.Node) -> _Term | None:
         inner = self._sum_over(items)

@@ -10,8 +10,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from graphopt.execute.emit import emit_source, produced_outputs, rename_reserved
+from graphopt.execute.far_memory import FarMemory
+from graphopt.execute.offload import OffloadEngine
 from graphopt.execute.segments import Segment, split_segments
 from graphopt.execute.workspace import MeasuredWorkspace
+from graphopt.ir import ops
 from graphopt.ir.liveness import MemoryPlan, plan_memory
 from graphopt.ir.program import Program
 
@@ -29,12 +32,15 @@ class CompiledSegment:
 
 @dataclass(frozen=True)
 class Executable:
-    """An emitted Program: its source, its plan and its segments in order."""
+    """An emitted Program: its source, its plan and its segments in order; ``offload`` is the engine that moves values
+    to far memory and back, where the program does so.
+    """
 
     program: Program
     plan: MemoryPlan
     source: str
     segments: tuple[CompiledSegment, ...]
+    offload: OffloadEngine | None = None
 
     def run(self, inputs: Sequence[Any]) -> list[Any]:
         """All outputs by position; None for updates, which have been written, except those written at the end."""
@@ -61,8 +67,8 @@ def run_before_commit(executable: Executable, inputs: Sequence[Any], outputs: li
     return carried
 
 
-def build_executable(program: Program, *, title: str) -> Executable:
-    """Plan, emit and compile ``program``."""
+def build_executable(program: Program, *, title: str, far_memory: FarMemory | None = None) -> Executable:
+    """Plan, emit and compile ``program``; what it offloads goes to ``far_memory``."""
     program = program.copy()
     rename_reserved(program)
     program.finish()
@@ -77,11 +83,14 @@ def build_executable(program: Program, *, title: str) -> Executable:
         "constants": {str(node.target): program.constant(node) for node in program.constants()}
     }
     exec(compile(source, filename, "exec"), namespace)
+    engine = OffloadEngine(far_memory) if any(ops.is_transfer(node) for node in plan.order) else None
     parts: tuple[Segment, ...] = split_segments(program, plan)
     compiled = tuple(
-        CompiledSegment(part.name, function, produced_outputs(program, plan, part, parts))
+        CompiledSegment(
+            part.name, engine.around(function) if engine else function, produced_outputs(program, plan, part, parts)
+        )
         for part, function in zip(parts, namespace["SEGMENTS"], strict=True)
     )
-    executable = Executable(program, plan, source, compiled)
+    executable = Executable(program, plan, source, compiled, engine)
     weakref.finalize(executable, linecache.cache.pop, filename, None)
     return executable

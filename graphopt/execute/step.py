@@ -58,7 +58,7 @@ class StepBuilder(Protocol):
 
     def gradient(self, batch: BoundBatch, *, wrt: Sequence[str], title: str) -> Any: ...
     def step(self, built: Any, request: UpdateRequest) -> Executable: ...
-    def micro_step(self, built: Any) -> Executable: ...
+    def micro_step(self, built: Any, *, reserved_bytes: int) -> Executable: ...
     def window_update(self, parameters: Any, request: UpdateRequest, *, divide: bool) -> Executable: ...
     def evaluation(self, batch: BoundBatch) -> tuple[Captured, Executable]: ...
 
@@ -183,7 +183,7 @@ class TrainStep:
         part = self._gradient(bound, view)
         compiled = self.steps.get(
             (batch_key(bound), view.key, ambient_key()),
-            lambda: _Compiled(part, self.builder.micro_step(part), (), view.modules),
+            lambda: _Compiled(part, self._micro_executable(part, view), (), view.modules),
             describe=describe_batch(bound),
         )
         executable = self.last_executable = compiled.executable
@@ -210,6 +210,15 @@ class TrainStep:
         if window.micro_batches >= self.builder.options.accumulate.steps:
             self._end_window(view)
         return result
+
+    def _micro_executable(self, part: Any, view: ModelView) -> Executable:
+        """The micro-step, planned beside the optimizer state, which it does not read but which is there."""
+        state_bytes = sum(
+            view.parameters[name].nbytes * len(bucket.state_names)
+            for bucket in self.state.buckets(part.reached)
+            for name in bucket.parameters
+        )
+        return self.builder.micro_step(part, reserved_bytes=state_bytes)
 
     def _end_window(self, view: ModelView) -> None:
         window = self.state.window

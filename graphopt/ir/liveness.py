@@ -53,9 +53,11 @@ def no_workspace(node: fx.Node) -> int:
     return 0
 
 
-def plan_memory(program: Program, *, workspace: Workspace = no_workspace) -> MemoryPlan:
-    """The MemoryPlan of ``program`` in its own order."""
-    storages = storage_map(program)
+def plan_memory(
+    program: Program, *, workspace: Workspace = no_workspace, storages: StorageMap | None = None
+) -> MemoryPlan:
+    """The MemoryPlan of ``program`` in its own order; ``storages``: those it will have, if not those it has."""
+    storages = storages or storage_map(program)
     order = program.ops()
     index = {node: i for i, node in enumerate(order)}
     write_after, write_at_end = _write_points(program, storages, index)

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from graphopt.ir import transfer_ops
+
 aten = torch.ops.aten
 
 SCALAR_OPS: frozenset[Callable[..., Any]] = frozenset(
@@ -70,6 +72,11 @@ UNINITIALISED = frozenset(
         aten.new_empty.default,
         aten.new_empty_strided.default,
     }
+)
+
+# They start a copy to or from far memory, or wait for one: two calls are never the same, and none may run twice.
+TRANSFERS = frozenset(
+    {transfer_ops.OFFLOAD, transfer_ops.OFFLOADED, transfer_ops.PREFETCH, transfer_ops.ARRIVED},
 )
 
 MATMULS = frozenset(

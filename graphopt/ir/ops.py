@@ -110,6 +110,11 @@ def is_uninitialised(node: fx.Node) -> bool:
     return overload(node) in tables.UNINITIALISED
 
 
+def is_transfer(node: fx.Node) -> bool:
+    """Whether ``node`` starts a copy to or from far memory, or waits for one: never merged, repeated or cloned."""
+    return overload(node) in tables.TRANSFERS
+
+
 def is_factory(node: fx.Node) -> bool:
     """Whether ``node`` makes a tensor from sizes and numbers alone (``zeros``, ``arange``, ...)."""
     return overload(node) in tables.FACTORIES
@@ -208,7 +213,7 @@ def is_pure(node: fx.Node) -> bool:
     op = overload(node)
     if op is None:
         return False
-    return not (is_random(node) or has_effect(node) or is_uninitialised(node))
+    return not (is_random(node) or has_effect(node) or is_uninitialised(node) or is_transfer(node))
 
 
 def tensor_arguments(node: fx.Node) -> tuple[fx.Node, ...]:

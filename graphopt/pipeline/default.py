@@ -8,7 +8,12 @@ from graphopt.passes.dedupe import Dedupe
 from graphopt.passes.drop_dead import DropDead
 from graphopt.passes.fold_constants import FoldConstants
 from graphopt.passes.fold_identities import FoldIdentities
+from graphopt.passes.fuse_linear_loss import FuseLinearLoss
+from graphopt.passes.merge_loss_gradient import MergeLossGradient
+from graphopt.passes.offload import Offload
+from graphopt.passes.order_for_lifetime import OrderForLifetime
 from graphopt.passes.recompute import Recompute
+from graphopt.passes.release_gradients import ReleaseGradients
 from graphopt.passes.restore_attention import RestoreAttention
 from graphopt.passes.reuse_last_use import ReuseLastUse
 from graphopt.passes.simplify_algebra import SimplifyAlgebra
@@ -23,7 +28,8 @@ def forward_pipeline() -> Pipeline:
         (
             DropDead(),  # first: what nobody asked for need not be looked at again
             RestoreAttention(),  # before differentiation: the backward of attention follows its forward form
-            DropDead(),  # masks and repeated heads that restored attention left behind
+            FuseLinearLoss(),  # before differentiation: the fused loss brings a backward of its own
+            DropDead(),  # masks, repeated heads and logits that the two left behind
         )
     )
 
@@ -46,8 +52,11 @@ def step_pipeline(memory: MemoryRequest = NO_REQUEST) -> Pipeline:
     """What runs on the whole step, update included; ``memory``: the checkpoint policy and the budget."""
     return Pipeline(
         (
+            MergeLossGradient(),  # here alone is it known that the gradient is taken in the same step
             Dedupe(),  # bias corrections and other numbers that parameters share
             DropDead(),  # their duplicates
+            ReleaseGradients(),  # before writing in place, which it makes possible where the gradient is
+            OrderForLifetime(),  # when updates are where they run; it counts on the writes in place that follow
             *memory_passes(memory),
             ReuseLastUse(),  # last: from here on the program writes in place
         )
@@ -63,6 +72,7 @@ def memory_passes(memory: MemoryRequest) -> tuple[Pass, ...]:
         DecideMemory(memory.policy, memory.budget, memory.reserved_bytes),
         Recompute(),  # before offload: a value that is dropped needs no place anywhere
         DropDead(),  # forward calls that only the backward part needed, which now has its own
+        Offload(memory.prefetch),  # what is still kept; after it only memory is written again
     )
 
 

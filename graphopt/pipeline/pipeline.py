@@ -63,6 +63,10 @@ class Pipeline:
         """The passes that run at ``stage`` alone (ANY not included)."""
         return Pipeline(tuple(item for item in self.passes if item.stage == stage))
 
+    def without(self, name: str) -> Pipeline:
+        """The passes that are not called ``name``."""
+        return Pipeline(tuple(item for item in self.passes if item.name != name))
+
     def run(
         self,
         program: Program,

@@ -42,6 +42,16 @@ class MemoryRequest:
         """Whether nothing is asked for."""
         return self.policy is None and self.budget is None
 
+    @property
+    def offload(self) -> Offload | None:
+        """The part of the policy that moves values to host memory."""
+        return next((part for part in policy_parts(self.policy) if isinstance(part, Offload)), None)
+
+    @property
+    def prefetch(self) -> int:
+        """How many values are on their way back ahead of use."""
+        return Offload().prefetch if self.offload is None else self.offload.prefetch
+
 
 NO_REQUEST = MemoryRequest()
 

@@ -20,8 +20,8 @@ class Segments:
     """Pieces of the forward part.
 
     ``end[j]``: the last node of segment j (the last one ends with the forward part); ``of_storage[s]``: the segment
-    that allocates storage s (-1: late or resident); ``late_until[j]``: the last late node that reads a value of segment j or
-    of a later one, so that the late nodes behind it belong to earlier segments; ``borders[j]``: storages made in
+    that allocates storage s (-1: late or resident); ``late_until[j]``: the last late node that reads a value of segment
+    j or of a later one, so that the late nodes behind it belong to earlier segments; ``borders[j]``: storages made in
     segment j that later segments read.
     """
 

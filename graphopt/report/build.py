@@ -43,6 +43,7 @@ def build_report(
         backend_reason=backend_reason,
         notes=tuple(notes),
         title=title or f"graphopt {program.stage} program",
+        decisions=program.decisions,
     )
 
 

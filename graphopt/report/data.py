@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+from graphopt.ir.decisions import DecisionTable
 from graphopt.pipeline.pass_base import PassRecord
 
 
@@ -53,7 +54,7 @@ class MemoryByClass:
 
     def items(self) -> tuple[tuple[MemoryClass, int], ...]:
         """Class and bytes, in a fixed order."""
-        return tuple((MemoryClass(field.name), getattr(self, field.name)) for field in fields(self))
+        return tuple((MemoryClass(item.name), getattr(self, item.name)) for item in fields(self))
 
 
 @dataclass(frozen=True)
@@ -96,6 +97,7 @@ class Report:
     backend_reason: str
     notes: tuple[str, ...]
     title: str
+    decisions: DecisionTable = field(default_factory=DecisionTable)
 
     @property
     def peak(self) -> TimelinePoint | None:

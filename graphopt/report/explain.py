@@ -15,9 +15,11 @@ from graphopt.ir.liveness import saved_for_backward
 from graphopt.ir.spec import Input, InputKind
 from graphopt.ir.storage import storage_map
 from graphopt.ir.text import call_text, value_text
+from graphopt.ir.twins import is_twin, original_name
 from graphopt.ir.units import format_bytes
 from graphopt.report.build import segment_name
 from graphopt.report.classify import Classifier
+from graphopt.report.decisions import decision_lines
 from graphopt.report.gradients import parameter_gradients
 
 _NUM_VALUES = 8
@@ -111,7 +113,7 @@ class _Explainer:
         is_forward = segment_name(self.segments, made) == "forward"
         saved = is_forward and not self.saved.isdisjoint(self.storages.held[node])
         lines.append(f"  saved for backward: {'yes' if saved else 'no'}")
-        return [*lines, *self._refusals({node.name})]
+        return [*lines, *self._decisions(node), *self._refusals({node.name})]
 
     def _module(self, path: str) -> list[str]:
         inputs = list(zip(self.program.placeholders(), self.program.signature.inputs, strict=True))
@@ -138,7 +140,8 @@ class _Explainer:
         lines += [f"  value {node.name}: {self._summary(node)}" for node in allocating[:_NUM_VALUES]]
         if len(allocating) > _NUM_VALUES:
             lines.append(f"  and {len(allocating) - _NUM_VALUES} smaller values")
-        return [*lines, *self._refusals({node.name for node in values})]
+        decided = decision_lines(self.program.decisions, {node.name for node in values if not is_twin(node)})
+        return [*lines, *decided[:_NUM_VALUES], *self._refusals({node.name for node in values})]
 
     def _one_a_storage(self, values: list[fx.Node]) -> list[fx.Node]:
         """What ``values`` leave in each storage, largest first; where a gradient wrote over it, what was before."""
@@ -181,6 +184,12 @@ class _Explainer:
 
     def _op(self, position: int) -> str:
         return f"op {position} ({self.plan.order[position].name}, {segment_name(self.segments, position)})"
+
+    def _decisions(self, node: fx.Node) -> list[str]:
+        """What was decided about the value, its memory, or the value it computes again."""
+        held = set(self.storages.held[node])
+        sharing = {name for name, other in self.nodes.items() if held & set(self.storages.held[other])}
+        return decision_lines(self.program.decisions, {node.name, original_name(node), *sharing})
 
     def _refusals(self, names: set[str]) -> list[str]:
         return [

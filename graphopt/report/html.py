@@ -9,6 +9,7 @@ from html import escape
 from graphopt.ir.units import format_bytes, format_seconds
 from graphopt.pipeline.pass_base import PassRecord
 from graphopt.report.data import MemoryClass, Report
+from graphopt.report.decisions import decision_html
 from graphopt.report.plot import memory_plot
 
 # Nothing may be fetched and no script may run, even if a bug let markup from a graph through.
@@ -65,6 +66,7 @@ def report_html(report: Report) -> str:
         _section("Memory at the peak, by class", _memory_bar(report) + _memory_table(report)),
         _section("Passes", _pass_table(report.records)),
         _section("Largest values at the peak", _largest_table(report)),
+        _section("Decisions", decision_html(report.decisions)),
         _section("Declined rewrites", _refusal_table(report.records)),
         _section("Notes", _notes(report.notes)),
         f'<script type="application/json" id="report-data">{_embedded_json(report)}</script>',

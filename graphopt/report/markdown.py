@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import re
-
 from graphopt.ir.units import format_bytes
+from graphopt.report.code_span import code
 from graphopt.report.data import Report
+from graphopt.report.decisions import decision_markdown
 
 
 def memory_markdown(report: Report) -> str:
-    """``memory.md``: memory by class and the largest values alive at the peak, with their source lines."""
+    """``memory.md``: memory by class, the largest values alive at the peak with their source lines, the decisions."""
     peak = report.peak
     where = f" while {code(peak.op)} runs ({peak.segment})" if peak is not None else ""
     lines = [
@@ -32,14 +32,4 @@ def memory_markdown(report: Report) -> str:
     for value in report.largest:
         cells = (code(value.name), code(value.spec), value.memory_class, format_bytes(value.nbytes), code(value.origin))
         lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
-
-
-def code(text: str) -> str:
-    """``text`` as a code span in a table cell: its fence is longer than any run of backticks inside."""
-    line = " ".join(text.split()).replace("|", r"\|")
-    if not line:
-        return ""
-    fence = "`" * (1 + max((len(run) for run in re.findall(r"`+", line)), default=0))
-    padding = " " if "`" in line else ""
-    return f"{fence}{padding}{line}{padding}{fence}"
+    return "\n".join([*lines, *decision_markdown(report.decisions)]) + "\n"

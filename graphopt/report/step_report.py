@@ -10,6 +10,7 @@ import torch
 from graphopt.execute.executable import Executable
 from graphopt.execute.measure import MemoryTrace, measure_memory
 from graphopt.ir.numeric import random_inputs
+from graphopt.ir.units import format_bytes, format_seconds
 from graphopt.report.build import build_report
 from graphopt.report.data import Report
 
@@ -24,7 +25,7 @@ def step_report(executable: Executable, options: Any, *, measure: bool, notes: S
         measured=measure_executable(executable) if measure else None,
         backend="aten",
         backend_reason=options.backend_reason,
-        notes=tuple(notes),
+        notes=(*notes, *offload_notes(executable)),
     )
 
 
@@ -39,3 +40,15 @@ def measure_executable(executable: Executable) -> MemoryTrace:
 
     with torch.random.fork_rng():  # outside of what is measured: it copies the generator's state
         return measure_memory(run, device=device)
+
+
+def offload_notes(executable: Executable) -> tuple[str, ...]:
+    """What the executable has moved to far memory and back so far, as one line; nothing where it does not offload."""
+    if executable.offload is None:
+        return ()
+    moved = executable.offload.statistics
+    return (
+        f"offload: {moved.values_out} values ({format_bytes(moved.bytes_out)}) out and {moved.values_in} "
+        f"({format_bytes(moved.bytes_in)}) in so far, waited {format_seconds(moved.wait_seconds)}, far memory at most "
+        f"{format_bytes(moved.far_peak_bytes)}",
+    )

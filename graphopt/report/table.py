@@ -11,6 +11,7 @@ from rich.table import Table
 from graphopt.ir.units import format_bytes, format_seconds
 from graphopt.pipeline.pass_base import PassRecord
 from graphopt.report.data import Report
+from graphopt.report.decisions import decision_text
 
 _WIDTH = 130
 _NUM_LARGEST = 10
@@ -24,6 +25,7 @@ def report_text(report: Report, *, width: int = _WIDTH) -> str:
         _pass_table(report.records),
         _memory_table(report),
         _largest_table(report),
+        *decision_text(report.decisions),
         *refusal_lines(report.records),
         *(f"note: {note}" for note in report.notes),
         width=width,

@@ -36,8 +36,10 @@ def two_layers() -> tuple[TwoLayers, dict[str, torch.Tensor]]:
     return TwoLayers(), {"x": torch.randn(8, 16), "target": torch.randn(8, 4)}
 
 
-def step_program(model: nn.Module, batch: Mapping[str, Any], *, optimizer: Optimizer | None = None) -> Program:
-    """Forward, backward, clipping and update (AdamW by default), before any step pass."""
+def step_program(
+    model: nn.Module, batch: Mapping[str, Any], *, optimizer: Optimizer | None = None, clip: bool = True
+) -> Program:
+    """Forward, backward, clipping (by default) and update (by default AdamW), before any step pass."""
     optimizer = optimizer or AdamW(lr=1e-3)
     joint = training_program(model, batch, outputs=["loss"])
     options = optimizer.options()
@@ -48,7 +50,7 @@ def step_program(model: nn.Module, batch: Mapping[str, Any], *, optimizer: Optim
         tuple(optimizer.numbers(options, step=1, first=True)),
         optimizer.state_names(options),
     )
-    return append_update(joint, UpdateRequest(optimizer, (bucket,), clip=True))
+    return append_update(joint, UpdateRequest(optimizer, (bucket,), clip=clip))
 
 
 def step_executable(*, optimizer: Optimizer | None = None, in_place: bool = True) -> Executable:
