@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from graphopt.ir import ops
-from graphopt.ir.liveness import MemoryPlan, backward_nodes, plan_memory
+from graphopt.ir.liveness import MemoryPlan, forward_end, plan_memory
 from graphopt.ir.program import Program
 from graphopt.ir.spec import InputKind
 from graphopt.ir.storage import storage_map
@@ -28,13 +28,12 @@ def split_segments(program: Program, plan: MemoryPlan | None = None) -> tuple[Se
     plan = plan or plan_memory(program)
     order = plan.order
     update_start = _first_write(program, plan)
-    backward = backward_nodes(program)
-    forward_end = next((i for i, node in enumerate(order[:update_start]) if node in backward), update_start)
+    split = min(forward_end(program), update_start)
     found = []
-    if forward_end or not update_start:
-        found.append(Segment("forward", 0, forward_end))
-    if update_start > forward_end:
-        found.append(Segment("backward", forward_end, update_start))
+    if split or not update_start:
+        found.append(Segment("forward", 0, split))
+    if update_start > split:
+        found.append(Segment("backward", split, update_start))
     if update_start < len(order):
         found.append(Segment("update", update_start, len(order)))
     return tuple(found)

@@ -40,13 +40,14 @@ class DecisionTable:
     a reader should know beyond the rows (the smallest feasible budget, how far the search went).
 
     ``phases``: names of the backward calls at which a phase begins; a value that is computed again more than once is
-    so once in each phase that needs it.
+    so once in each phase that needs it. ``executed``: actions that the program has been rewritten for.
     """
 
     policy: str = "save everything"
     rows: tuple[Decision, ...] = ()
     phases: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    executed: tuple[Action, ...] = ()
 
     def of(self, value: str) -> Decision | None:
         """The decision about the value called ``value``, if there is one."""
