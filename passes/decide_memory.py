@@ -4,7 +4,8 @@ Before: ``program.decisions`` has no rows about values of the forward part. Afte
 backward part needs; the text is the same, ``recompute`` and ``offload`` act.
 
 Saves nothing itself. Costs compile time: a policy one simulation of the step, a budget some hundred. A budget that no
-plan meets is a BudgetError naming the smallest one that some plan does.
+plan meets is a BudgetError naming the smallest one that some plan does. Refuses a program that has been rewritten for
+its decisions: what is computed again there is not known as such any more.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import ClassVar
 from graphopt.checkpoint import Policy
 from graphopt.ir.liveness import Workspace, no_workspace
 from graphopt.ir.program import Program, Stage
-from graphopt.pipeline.pass_base import Changes, Numerics, Pass
+from graphopt.pipeline.pass_base import Changes, Numerics, Pass, Refusal
 from graphopt.planner.decide import MemoryRequest, decide
 
 
@@ -41,8 +42,12 @@ class DecideMemory(Pass):
 
     def _decided(self, program: Program, workspace: Workspace) -> Changes:
         request = MemoryRequest(self.policy, self.budget, self.reserved_bytes)
-        if not request.is_idle:
-            program.decisions = decide(program, request, workspace)
+        if request.is_idle:
+            return Changes(0)
+        if program.decisions.executed:
+            done = ", ".join(program.decisions.executed)
+            return Changes(0, (Refusal("", f"decisions about this program were carried out ({done}); decide before"),))
+        program.decisions = decide(program, request, workspace)
         return Changes(0)
 
 
