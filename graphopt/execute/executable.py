@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from graphopt.execute.emit import emit_source, produced_outputs, rename_reserved
+from graphopt.execute.region_workspace import RegionWorkspace
 from graphopt.execute.segments import Segment, split_segments
-from graphopt.execute.workspace import MeasuredWorkspace
 from graphopt.ir.liveness import MemoryPlan, plan_memory
 from graphopt.ir.program import Program
 
@@ -66,7 +66,7 @@ def build_executable(program: Program, *, title: str) -> Executable:
     program = program.copy()
     rename_reserved(program)
     program.finish()
-    workspace = MeasuredWorkspace()
+    workspace = RegionWorkspace()
     workspace.learn(program)
     plan = plan_memory(program, workspace=workspace)
     source = emit_source(program, plan, title=title)
@@ -76,6 +76,7 @@ def build_executable(program: Program, *, title: str) -> Executable:
     namespace: dict[str, Any] = {
         "constants": {str(node.target): program.constant(node) for node in program.constants()}
     }
+    namespace |= {node.target.__name__: node.target.boxed for node in program.ops() if hasattr(node.target, "boxed")}  # type: ignore[union-attr]
     exec(compile(source, filename, "exec"), namespace)
     parts: tuple[Segment, ...] = split_segments(program, plan)
     compiled = tuple(

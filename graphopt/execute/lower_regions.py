@@ -1,0 +1,209 @@
+"""The step Program with its regions compiled: the same order, in which one call does what many did.
+
+Before: ``mul = aten.mul.Tensor(a, b)``, ``add = aten.add.Tensor(mul, c)``, ... (a layer's worth).
+After: ``(x, y,) = region_3(a, b, c)``. Parameters and state whose update is computed and may be written inside a region
+are written by it.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from graphopt.execute.region_compile import Region, compiled_region
+from graphopt.execute.region_cuts import Owners, Span, cut_spans, draws_by_shape
+from graphopt.execute.region_graph import NUMBER_SPEC, RegionGraph, region_graph
+from graphopt.execute.region_scalars import is_number
+from graphopt.ir import ops
+from graphopt.ir.liveness import plan_memory
+from graphopt.ir.program import GraphHolder, Program, nodes_in
+from graphopt.ir.spec import UPDATE_KINDS
+
+aten = torch.ops.aten
+
+Compiler = Callable[[RegionGraph], Region]
+
+
+@dataclass(frozen=True)
+class Lowering:
+    """``program``: the lowered one; ``spans``: how its order was cut; ``span_of``: the span of each region's call."""
+
+    program: Program
+    spans: tuple[Span, ...]
+    span_of: dict[str, Span]
+
+
+def lower_regions(
+    program: Program, spans: Sequence[Span] | None = None, *, compile_region: Compiler = compiled_region
+) -> Lowering:
+    """``program`` (functional) with its regions compiled, cut as ``spans`` say (default: at the layers)."""
+    owners = Owners(program)
+    chosen = tuple(spans) if spans is not None else cut_spans(program, owners)
+    return _Lowerer(program, owners, chosen, compile_region).lower()
+
+
+class _Lowerer:
+    def __init__(self, program: Program, owners: Owners, spans: tuple[Span, ...], compile_region: Compiler) -> None:
+        self.source = program
+        self.owners = owners
+        self.spans = spans
+        self.compile_region = compile_region
+        self.new = _with_inputs_of(program)
+        self.values: dict[fx.Node, fx.Node] = dict(zip(program.placeholders(), self.new.placeholders(), strict=True))
+        self.numbers: dict[fx.Node, fx.Node] = {}
+        self.readers = _readers(program, owners, spans)
+        self.written = _writes_inside(program, spans)
+        self.span_of: dict[str, Span] = {}
+
+    def lower(self) -> Lowering:
+        """Emit every span; return what the program returned."""
+        for node in self.source.constants():
+            self.values[node] = self._constant(node)
+        for number, span in enumerate(self.spans):
+            if span.is_region:
+                self._region(number, span)
+            else:
+                for node in span.nodes:
+                    self._plain(node)
+        inside = {value: target for updates in self.written.values() for value, target in updates.items()}
+        values = [
+            self.values[inside[value]] if value in inside and output.kind in UPDATE_KINDS else self._value(value)
+            for value, output in zip(self.source.output_values(), self.source.signature.outputs, strict=True)
+        ]
+        self.new.set_outputs(values, self.source.signature.outputs)
+        self.new.finish()
+        return Lowering(self.new, self.spans, self.span_of)
+
+    def _constant(self, node: fx.Node) -> fx.Node:
+        with self.new.graph.inserting_before(self.new.output_node()):
+            twin = self.new.graph.create_node("get_attr", node.target, (), {}, name=node.name)
+        twin.meta["val"] = node.meta["val"]
+        self.new.origins[twin.name] = self.source.origin(node)
+        return twin
+
+    def _emit(self, target: Any, *args: Any, like: fx.Node, **kwargs: Any) -> fx.Node:
+        node = self.new.insert_before(self.new.output_node(), target, *args, **kwargs)
+        self.new.origins[node.name] = self.source.origin(like)
+        return node
+
+    def _value(self, node: Any) -> Any:
+        """The new node for ``node``; a view is made when it is first asked for."""
+        if not isinstance(node, fx.Node):
+            return node
+        if node not in self.values and ops.is_getitem(node):
+            self._value(node.args[0])  # which brings all its elements
+        if node not in self.values:
+            self._plain(node)
+        return self.values[node]
+
+    def _plain(self, node: fx.Node) -> None:
+        """Call ``node`` as it is."""
+        if draws_by_shape(node):
+            self.values[node] = self._draw(node)
+            return
+        args, kwargs = fx.map_arg((node.args, node.kwargs), self._value)
+        twin = self._emit(node.target, *args, like=node, **kwargs)
+        self.values[node] = twin
+        if isinstance(node.meta["val"], (tuple, list)):
+            for user in node.users:
+                if ops.is_getitem(user):
+                    self.values[user] = self._emit(operator.getitem, twin, user.args[1], like=user)
+
+    def _draw(self, node: fx.Node) -> fx.Node:
+        """The same random bits, without the argument whose shape and layout they have."""
+        value = node.meta["val"]
+        empty = self._emit(
+            aten.empty_strided.default,
+            list(value.shape),
+            list(value.stride()),
+            dtype=value.dtype,
+            device=value.device,
+            like=node,
+        )
+        return self._emit(aten.bernoulli_.float, empty, node.args[1], like=node)
+
+    def _region(self, number: int, span: Span) -> None:
+        updates = self.written.get(number, {})
+        graph = region_graph(
+            span, self.owners, needed=lambda value: bool(self.readers.get(value, set()) - {number}), updates=updates
+        )
+        if not graph.outputs and not graph.writes:
+            return
+        region = self.compile_region(graph)
+        arguments = [self._number(node) if is_number(node) else self._value(node) for node in graph.inputs]
+        call = self._emit(region, *arguments, like=span.nodes[-1])
+        self.span_of[call.name] = span
+        for position, value in enumerate(graph.outputs):
+            element = self._emit(operator.getitem, call, position, like=value)
+            self.values[value] = element
+
+    def _number(self, node: fx.Node) -> fx.Node:
+        """A Python number as the 0-dim tensor in which a region takes it."""
+        if node not in self.numbers:
+            self.numbers[node] = self._emit(
+                aten.scalar_tensor.default, self._value(node), dtype=NUMBER_SPEC.dtype, like=node
+            )
+        return self.numbers[node]
+
+
+def _with_inputs_of(program: Program) -> Program:
+    """A Program with the inputs, constants and history of ``program`` and no calls yet."""
+    graph = fx.Graph()
+    for node in program.placeholders():
+        twin = graph.placeholder(node.name)
+        assert twin.name == node.name, f"the copy of {node.name} is called {twin.name}"
+        twin.meta["val"] = node.meta["val"]
+    graph.output(())
+    new = Program(
+        GraphHolder(torch.nn.Module(), graph),
+        program.signature,
+        stage=program.stage,
+        origins={node.name: program.origin(node) for node in program.placeholders()},
+        history=program.history,
+    )
+    for name, tensor in program.module._buffers.items():
+        new.module.register_buffer(name, tensor, persistent=False)
+    new.decisions = program.decisions
+    new.default_fake_mode = program.fake_mode
+    return new
+
+
+def _readers(program: Program, owners: Owners, spans: Sequence[Span]) -> dict[fx.Node, set[int]]:
+    """For each value the numbers of the spans that read it, -1 for the outputs (for membership tests)."""
+    readers: dict[fx.Node, set[int]] = {}
+    written_only = _written_inside_only(program, spans)
+    for number, span in enumerate(spans):
+        for node in span.nodes:
+            for base in owners.bases_read(node):
+                readers.setdefault(base, set()).add(number)
+    for value in nodes_in(program.output_values()):
+        if value not in written_only:
+            readers.setdefault(owners.base(value), set()).add(-1)
+    return readers
+
+
+def _written_inside_only(program: Program, spans: Sequence[Span]) -> set[fx.Node]:
+    return {value for updates in _writes_inside(program, spans).values() for value in updates}
+
+
+def _writes_inside(program: Program, spans: Sequence[Span]) -> dict[int, dict[fx.Node, fx.Node]]:
+    """For each region the values it computes, nobody else reads, and may write before it ends, with their targets."""
+    plan = plan_memory(program)
+    position = {node: i for i, node in enumerate(plan.order)}
+    span_of = {node: number for number, span in enumerate(spans) for node in span.nodes if span.is_region}
+    returned = list(program.output_values())
+    found: dict[int, dict[fx.Node, fx.Node]] = {}
+    for i, writes in enumerate(plan.write_after):
+        for write in writes:
+            number = span_of.get(write.value)
+            if number is None or returned.count(write.value) != 1:
+                continue
+            is_before_end = i <= position[spans[number].nodes[-1]]
+            if is_before_end and all(user.op == "output" or span_of.get(user) == number for user in write.value.users):
+                found.setdefault(number, {})[write.value] = write.target
+    return found
