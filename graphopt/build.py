@@ -17,9 +17,11 @@ from graphopt.capture.export import Captured, OutputRequest, capture_program
 from graphopt.capture.loss_weight import LossWeight, find_loss_weight
 from graphopt.capture.update import UpdateRequest, append_update, append_window, window_update_program
 from graphopt.errors import OutputError
+from graphopt.execute.backend import choose_backend
 from graphopt.execute.executable import Executable, build_executable
 from graphopt.execute.workspace import MeasuredWorkspace
 from graphopt.ir.hazards import protect_backward_reads, separate_updates
+from graphopt.ir.liveness import plan_memory
 from graphopt.ir.program import Program, Stage
 from graphopt.ir.spec import UPDATE_KINDS, OutputKind, TensorSpec
 from graphopt.optim.base import Optimizer
@@ -63,10 +65,12 @@ class Builder:
             return default_pipeline(stage)
         return self.options.passes[(Stage.FORWARD, Stage.JOINT, Stage.STEP).index(stage)]
 
-    def run_passes(self, program: Program, stage: Stage, dump: Dump | None) -> Program:
-        """``program`` after the passes of ``stage``."""
+    def run_passes(
+        self, program: Program, stage: Stage, dump: Dump | None, pipeline: Pipeline | None = None
+    ) -> Program:
+        """``program`` after the passes of ``stage`` (or those of ``pipeline``)."""
         self.workspace.learn(program)
-        return self.pipeline(stage).run(
+        return (pipeline or self.pipeline(stage)).run(
             program,
             verify=self.options.verify,
             workspace=self.workspace,
@@ -159,12 +163,30 @@ class Builder:
         if dump is not None:
             dump.mark(title, program)
         with without_autocast():
-            executable = build_executable(self.run_passes(program, Stage.STEP, dump), title=title)
+            executable = self._executable(program, dump, title)
         gc.collect()  # tracing leaves reference cycles behind, with fake and real tensors in them
         if dump is not None:
-            report = build_report(executable, backend_reason=self.options.backend_reason)
+            report = build_report(executable)
             self.dump_folders.append(dump.finish(executable.source, report))
         return executable
+
+    def _executable(self, program: Program, dump: Dump | None, title: str) -> Executable:
+        """``program`` after the step passes, on the backend that was asked for or chosen."""
+        if self.options.backend == "aten":
+            return build_executable(self.run_passes(program, Stage.STEP, dump), title=title)
+        passes = self.pipeline(Stage.STEP)
+        functional = self.run_passes(program, Stage.STEP, dump, Pipeline(tuple(p for p in passes if not p.in_place)))
+        backend = choose_backend(self.options.backend, functional)
+        last = Pipeline(tuple(item for item in passes if item.in_place))
+        in_place = self.run_passes(functional, Stage.STEP, dump if backend.name == "aten" else None, last)
+        if backend.name == "aten":
+            return build_executable(in_place, title=title, backend=backend)
+        from graphopt.execute.inductor import compile_regions  # late: importing Inductor takes a second
+
+        compiled = compile_regions(functional, most_bytes=plan_memory(in_place, workspace=self.workspace).peak_bytes)
+        if dump is not None:
+            dump.mark("inductor", compiled.program)
+        return build_executable(compiled.program, title=title, backend=replace(backend, notes=compiled.notes))
 
 
 def _roots(program: Program, loss: str | None, wrt: Sequence[str]) -> Sequence[str]:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from graphopt.execute.backend import ATEN, Backend
 from graphopt.execute.emit import emit_source, produced_outputs, rename_reserved
 from graphopt.execute.region_workspace import RegionWorkspace
 from graphopt.execute.segments import Segment, split_segments
@@ -35,6 +36,7 @@ class Executable:
     plan: MemoryPlan
     source: str
     segments: tuple[CompiledSegment, ...]
+    backend: Backend = ATEN
 
     def run(self, inputs: Sequence[Any]) -> list[Any]:
         """All outputs by position; None for updates, which have been written, except those written at the end."""
@@ -61,7 +63,7 @@ def run_before_commit(executable: Executable, inputs: Sequence[Any], outputs: li
     return carried
 
 
-def build_executable(program: Program, *, title: str) -> Executable:
+def build_executable(program: Program, *, title: str, backend: Backend = ATEN) -> Executable:
     """Plan, emit and compile ``program``."""
     program = program.copy()
     rename_reserved(program)
@@ -83,6 +85,6 @@ def build_executable(program: Program, *, title: str) -> Executable:
         CompiledSegment(part.name, function, produced_outputs(program, plan, part, parts))
         for part, function in zip(parts, namespace["SEGMENTS"], strict=True)
     )
-    executable = Executable(program, plan, source, compiled)
+    executable = Executable(program, plan, source, compiled, backend)
     weakref.finalize(executable, linecache.cache.pop, filename, None)
     return executable

@@ -15,13 +15,14 @@ from typing import Any
 import torch
 from torch import fx
 
-from graphopt.execute.region_compile import Region, compiled_region
+from graphopt.execute.region import Region
+from graphopt.execute.region_compile import compiled_region
 from graphopt.execute.region_cuts import Owners, Span, cut_spans, draws_by_shape
 from graphopt.execute.region_graph import NUMBER_SPEC, RegionGraph, region_graph
+from graphopt.execute.region_reads import span_readers, writes_inside
 from graphopt.execute.region_scalars import is_number
 from graphopt.ir import ops
-from graphopt.ir.liveness import plan_memory
-from graphopt.ir.program import GraphHolder, Program, nodes_in
+from graphopt.ir.program import GraphHolder, Program
 from graphopt.ir.spec import UPDATE_KINDS
 
 aten = torch.ops.aten
@@ -56,8 +57,8 @@ class _Lowerer:
         self.new = _with_inputs_of(program)
         self.values: dict[fx.Node, fx.Node] = dict(zip(program.placeholders(), self.new.placeholders(), strict=True))
         self.numbers: dict[fx.Node, fx.Node] = {}
-        self.readers = _readers(program, owners, spans)
-        self.written = _writes_inside(program, spans)
+        self.written = writes_inside(program, spans)
+        self.readers = span_readers(program, owners, spans, written={v for found in self.written.values() for v in found})
         self.span_of: dict[str, Span] = {}
 
     def lower(self) -> Lowering:
@@ -171,39 +172,3 @@ def _with_inputs_of(program: Program) -> Program:
     new.decisions = program.decisions
     new.default_fake_mode = program.fake_mode
     return new
-
-
-def _readers(program: Program, owners: Owners, spans: Sequence[Span]) -> dict[fx.Node, set[int]]:
-    """For each value the numbers of the spans that read it, -1 for the outputs (for membership tests)."""
-    readers: dict[fx.Node, set[int]] = {}
-    written_only = _written_inside_only(program, spans)
-    for number, span in enumerate(spans):
-        for node in span.nodes:
-            for base in owners.bases_read(node):
-                readers.setdefault(base, set()).add(number)
-    for value in nodes_in(program.output_values()):
-        if value not in written_only:
-            readers.setdefault(owners.base(value), set()).add(-1)
-    return readers
-
-
-def _written_inside_only(program: Program, spans: Sequence[Span]) -> set[fx.Node]:
-    return {value for updates in _writes_inside(program, spans).values() for value in updates}
-
-
-def _writes_inside(program: Program, spans: Sequence[Span]) -> dict[int, dict[fx.Node, fx.Node]]:
-    """For each region the values it computes, nobody else reads, and may write before it ends, with their targets."""
-    plan = plan_memory(program)
-    position = {node: i for i, node in enumerate(plan.order)}
-    span_of = {node: number for number, span in enumerate(spans) for node in span.nodes if span.is_region}
-    returned = list(program.output_values())
-    found: dict[int, dict[fx.Node, fx.Node]] = {}
-    for i, writes in enumerate(plan.write_after):
-        for write in writes:
-            number = span_of.get(write.value)
-            if number is None or returned.count(write.value) != 1:
-                continue
-            is_before_end = i <= position[spans[number].nodes[-1]]
-            if is_before_end and all(user.op == "output" or span_of.get(user) == number for user in write.value.users):
-                found.setdefault(number, {})[write.value] = write.target
-    return found
