@@ -20,6 +20,7 @@ from graphopt.execute.region_compile import compiled_region
 from graphopt.execute.region_cuts import Owners, Span, cut_spans, draws_by_shape
 from graphopt.execute.region_graph import NUMBER_SPEC, RegionGraph, region_graph
 from graphopt.execute.region_reads import span_readers, writes_inside
+from graphopt.execute.region_recompute import recompute_in_readers
 from graphopt.execute.region_scalars import is_number
 from graphopt.ir import ops
 from graphopt.ir.program import GraphHolder, Program
@@ -58,7 +59,9 @@ class _Lowerer:
         self.values: dict[fx.Node, fx.Node] = dict(zip(program.placeholders(), self.new.placeholders(), strict=True))
         self.numbers: dict[fx.Node, fx.Node] = {}
         self.written = writes_inside(program, spans)
-        self.readers = span_readers(program, owners, spans, written={v for found in self.written.values() for v in found})
+        written = {value for updates in self.written.values() for value in updates}
+        readers = span_readers(program, owners, spans, written=written)
+        self.recomputed = recompute_in_readers(program, owners, spans, readers)
         self.span_of: dict[str, Span] = {}
 
     def lower(self) -> Lowering:
@@ -131,7 +134,11 @@ class _Lowerer:
     def _region(self, number: int, span: Span) -> None:
         updates = self.written.get(number, {})
         graph = region_graph(
-            span, self.owners, needed=lambda value: bool(self.readers.get(value, set()) - {number}), updates=updates
+            span,
+            self.owners,
+            needed=lambda value: bool(self.recomputed.readers.get(value, set()) - {number}),
+            updates=updates,
+            recomputed=self.recomputed.by_span.get(number, frozenset()),
         )
         if not graph.outputs and not graph.writes:
             return

@@ -6,6 +6,7 @@ Two regions with the same ``key`` are the same code: equal calls, shapes, stride
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,11 +63,16 @@ class RegionGraph:
 
 
 def region_graph(
-    span: Span, owners: Owners, *, needed: Callable[[fx.Node], bool], updates: Mapping[fx.Node, fx.Node]
+    span: Span,
+    owners: Owners,
+    *,
+    needed: Callable[[fx.Node], bool],
+    updates: Mapping[fx.Node, fx.Node],
+    recomputed: AbstractSet[fx.Node] = frozenset(),
 ) -> RegionGraph:
     """The graph of ``span``. ``needed``: whether a value is read outside of it; ``updates``: values to the inputs that
-    they are written into by the region itself."""
-    builder = _Builder(owners)
+    they are written into by the region itself; ``recomputed``: calls of other spans that it makes again."""
+    builder = _Builder(owners, recomputed)
     for node in span.nodes:
         builder.add(node)
     made = [item for node in span.nodes for item in _values_made(node)]
@@ -107,8 +113,9 @@ def _values_made(node: fx.Node) -> list[fx.Node]:
 class _Builder:
     """Collects a region's calls, and before each the views and elements that it reads."""
 
-    def __init__(self, owners: Owners) -> None:
+    def __init__(self, owners: Owners, recomputed: AbstractSet[fx.Node]) -> None:
         self.owners = owners
+        self.recomputed = recomputed
         self.body: dict[fx.Node, None] = {}
         self.inputs: dict[fx.Node, None] = {}
 
@@ -121,7 +128,7 @@ class _Builder:
         if node in self.body or node in self.inputs:
             return
         is_element = ops.is_getitem(node) and node.args[0] in self.body
-        if is_element or self.owners.is_alias(node):
+        if is_element or self.owners.is_alias(node) or node in self.recomputed:
             self.add(node)
         else:
             self.inputs[node] = None

@@ -11,11 +11,14 @@ from graphopt.execute.region_cuts import Owners, Span
 from graphopt.ir.liveness import plan_memory
 from graphopt.ir.program import Program, nodes_in
 
+OUTSIDE = -1
+"""The reader of what leaves the program."""
+
 
 def span_readers(
     program: Program, owners: Owners, spans: Sequence[Span], *, written: AbstractSet[fx.Node] = frozenset()
 ) -> dict[fx.Node, set[int]]:
-    """For each value the numbers of the spans that read it, -1 for the outputs but those ``written`` inside a region.
+    """For each value the numbers of the spans that read it, OUTSIDE for outputs but those ``written`` inside a region.
 
     The sets are for membership tests.
     """
@@ -26,7 +29,7 @@ def span_readers(
                 readers.setdefault(base, set()).add(number)
     for value in nodes_in(program.output_values()):
         if value not in written:
-            readers.setdefault(owners.base(value), set()).add(-1)
+            readers.setdefault(owners.base(value), set()).add(OUTSIDE)
     return readers
 
 
