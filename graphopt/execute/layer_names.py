@@ -63,7 +63,7 @@ def _filled(labels: Sequence[str | None]) -> list[str]:
 
 
 def _without_short_visits(labels: Sequence[str], compiles: Sequence[bool]) -> tuple[str, ...]:
-    """Runs of few calls take the label before them."""
+    """Runs of few calls take the label before them, unless they end it all: the last layer stays equal to the others."""
     result: list[str] = []
     start = 0
     while start < len(labels):
@@ -71,6 +71,7 @@ def _without_short_visits(labels: Sequence[str], compiles: Sequence[bool]) -> tu
         while end < len(labels) and labels[end] == labels[start]:
             end += 1
         is_short = sum(compiles[start:end]) < _FEWEST_CALLS_OF_A_VISIT
-        result += [result[-1] if is_short and result else labels[start]] * (end - start)
+        is_visit = is_short and result and end < len(labels)
+        result += [result[-1] if is_visit else labels[start]] * (end - start)
         start = end
     return tuple(result)

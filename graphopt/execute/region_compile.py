@@ -1,7 +1,7 @@
 """Regions through Inductor: each distinct one is compiled once a process.
 
-Private torch: ``torch._inductor`` (``compile_fx_inner``, ``config``, ``select_decomp_table``) and ``make_fx``
-(torch 2.11 to 2.14).
+Private torch: ``torch._inductor`` (``compile_fx_inner``, ``config``, ``select_decomp_table``), ``torch._guards``,
+``make_fx`` and ``ShapeEnv`` (torch 2.11 to 2.14).
 """
 
 from __future__ import annotations
@@ -17,11 +17,14 @@ from torch import fx
 from torch._inductor import config
 from torch._inductor.compile_fx import compile_fx_inner
 from torch._inductor.decomposition import select_decomp_table
+from torch._guards import TracingContext, tracing
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from graphopt.capture.trace import fake_like, new_fake_mode
+from graphopt.capture.trace import fake_like
 from graphopt.execute.region import Region
 from graphopt.execute.region_graph import RegionGraph
+from graphopt.ir.fake import FakeTensorMode
 from graphopt.ir.spec import TensorSpec
 
 log = logging.getLogger(__name__)
@@ -61,9 +64,10 @@ def _next_number() -> int:
 
 
 def _compile(graph: RegionGraph) -> Callable[[list[Any]], Sequence[Any]]:
-    mode = new_fake_mode()
+    # Inductor keeps what it compiled on disk, but only if it finds a shape environment (unused: all shapes are fixed).
+    mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
     fakes = [fake_like(mode, spec) for spec in graph.input_specs]
-    with torch.no_grad(), config.patch(_SETTINGS):
+    with torch.no_grad(), config.patch(_SETTINGS), tracing(TracingContext(mode)):
         traced = make_fx(graph.run, decomposition_table=select_decomp_table(), tracing_mode="real")(*fakes)
         _fix_output_layouts(traced, graph.output_specs)
         compiled: Any = compile_fx_inner(traced, fakes)
