@@ -19,7 +19,8 @@ _MOST_ROUNDS = 8
 """Rounds of cutting. Each halves the regions at the peak, so that 160 calls become single ones."""
 
 _ALLOWED_EXCESS = 1.01
-"""By how much the peak may exceed the planned one: as far as plans of ATen steps may be off."""
+_ALLOWED_EXCESS_BYTES = 1 << 18
+"""By how much the peak may exceed the planned one: as far as plans of ATen steps may be off, and not worth a cut."""
 
 
 @dataclass(frozen=True)
@@ -33,10 +34,11 @@ class CompiledRegions:
 def compile_regions(program: Program, *, most_bytes: int) -> CompiledRegions:
     """``program`` (functional) by regions, its peak at most ``most_bytes`` as far as cutting regions can bring it."""
     lowering = lower_regions(program)
+    most_bytes = int(most_bytes * _ALLOWED_EXCESS) + _ALLOWED_EXCESS_BYTES
     num_cut = 0
     for _ in range(_MOST_ROUNDS):
         plan = _plan(lowering.program)
-        if plan.peak_bytes <= most_bytes * _ALLOWED_EXCESS:
+        if plan.peak_bytes <= most_bytes:
             break
         spans = _cut_at_peak(lowering, plan, Owners(program))
         if spans is None:
@@ -81,7 +83,7 @@ def _notes(lowering: Lowering, plan: MemoryPlan, most_bytes: int, num_cut: int) 
     ]
     if num_cut:
         notes.append(f"inductor: regions at the peak were cut {num_cut} times, so that fusion keeps the planned peak")
-    if plan.peak_bytes > most_bytes * _ALLOWED_EXCESS:
+    if plan.peak_bytes > most_bytes:
         notes.append(
             f"inductor: the peak is {format_bytes(plan.peak_bytes)}, planned without fusion {format_bytes(most_bytes)}"
         )

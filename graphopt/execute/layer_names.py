@@ -1,17 +1,20 @@
 """The layer each call belongs to, from the module it comes from: ``model.layers.3`` for all that layer 3 does.
 
 A layer is the shortest path that ends in a number (a child of a list of modules) and holds few enough calls; what lies
-in no such path belongs to the rest, "". Calls without an origin belong where their neighbours do.
+in no such path belongs to the rest, "". Calls without an origin belong where their neighbours do. Not every gradient
+knows its module: what it reads of the forward tells.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torch import fx
 
+from graphopt.ir.liveness import backward_nodes
 from graphopt.ir.program import Program
+from graphopt.ir.spec import InputKind
 
 _MOST_CALLS_OF_A_LAYER = 320
 """A list whose entries hold more than this in one segment is a list of stages, not of layers: look inside."""
@@ -23,8 +26,26 @@ _FEWEST_CALLS_OF_A_VISIT = 4
 class LayerNames:
     """Layers of the calls of one program."""
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: Program, bases_read: Callable[[fx.Node], Sequence[fx.Node]]) -> None:
         self._module = {node: program.origin(node).module for node in program.ops()}
+        backward = backward_nodes(program)
+        position = {node: i for i, node in enumerate(program.ops())}
+        parameters = {
+            node: entry.name
+            for node, entry in zip(program.placeholders(), program.signature.inputs, strict=True)
+            if entry.kind is InputKind.PARAM
+        }
+        # A backward call without a layer of its own belongs where the parameter it reads does, or else the latest of
+        # the forward values it reads.
+        for node in program.ops():
+            if node not in backward or _numbered_prefixes(self._module[node]):
+                continue
+            read = bases_read(node)
+            known = [parameters[base] for base in read if base in parameters]
+            saved = [base for base in read if base in position and base not in backward]
+            if not known and saved:
+                known = [self._module[max(saved, key=position.__getitem__)]]
+            self._module[node] = known[0] if known else self._module[node]
 
     def labels(self, calls: Sequence[fx.Node], *, compiles: Sequence[bool]) -> tuple[str, ...]:
         """The layer of each of ``calls``, which follow each other; only those that ``compiles`` count for lengths."""

@@ -17,13 +17,13 @@ from torch import fx
 
 from graphopt.execute.region import Region
 from graphopt.execute.region_compile import compiled_region
-from graphopt.execute.region_cuts import Owners, Span, cut_spans, draws_by_shape
+from graphopt.execute.region_cuts import Owners, Span, cut_spans, takes_shape_alone
 from graphopt.execute.region_graph import NUMBER_SPEC, RegionGraph, region_graph
 from graphopt.execute.region_reads import span_readers, writes_inside
 from graphopt.execute.region_recompute import recompute_in_readers
 from graphopt.execute.region_scalars import is_number
 from graphopt.ir import ops
-from graphopt.ir.program import GraphHolder, Program
+from graphopt.ir.program import GraphHolder, Program, nodes_in
 from graphopt.ir.spec import UPDATE_KINDS
 
 aten = torch.ops.aten
@@ -74,6 +74,7 @@ class _Lowerer:
             else:
                 for node in span.nodes:
                     self._plain(node)
+            self._returned_views(span)
         inside = {value: target for updates in self.written.values() for value, target in updates.items()}
         values = [
             self.values[inside[value]] if value in inside and output.kind in UPDATE_KINDS else self._value(value)
@@ -82,6 +83,13 @@ class _Lowerer:
         self.new.set_outputs(values, self.source.signature.outputs)
         self.new.finish()
         return Lowering(self.new, self.spans, self.span_of)
+
+    def _returned_views(self, span: Span) -> None:
+        """Make the views of what ``span`` made that the program returns: at its end would be in another segment."""
+        made = set(span.nodes)
+        for value in nodes_in(self.source.output_values()):
+            if self.owners.is_alias(value) and self.owners.maker(value) in made:
+                self._value(value)
 
     def _constant(self, node: fx.Node) -> fx.Node:
         with self.new.graph.inserting_before(self.new.output_node()):
@@ -107,8 +115,8 @@ class _Lowerer:
 
     def _plain(self, node: fx.Node) -> None:
         """Call ``node`` as it is."""
-        if draws_by_shape(node):
-            self.values[node] = self._draw(node)
+        if takes_shape_alone(node) and node.all_input_nodes:
+            self._shaped(node)
             return
         args, kwargs = fx.map_arg((node.args, node.kwargs), self._value)
         twin = self._emit(node.target, *args, like=node, **kwargs)
@@ -118,18 +126,17 @@ class _Lowerer:
                 if ops.is_getitem(user):
                     self.values[user] = self._emit(operator.getitem, twin, user.args[1], like=user)
 
-    def _draw(self, node: fx.Node) -> fx.Node:
-        """The same random bits, without the argument whose shape and layout they have."""
+    def _shaped(self, node: fx.Node) -> None:
+        """The same memory, and the same random bits in it, without the argument whose shape and layout they have."""
+        if ops.is_uninitialised(node) and all(ops.draws_by_shape(user) for user in node.users):
+            return
         value = node.meta["val"]
+        shape, stride = list(value.shape), list(value.stride())
         empty = self._emit(
-            aten.empty_strided.default,
-            list(value.shape),
-            list(value.stride()),
-            dtype=value.dtype,
-            device=value.device,
-            like=node,
+            aten.empty_strided.default, shape, stride, dtype=value.dtype, device=value.device, like=node
         )
-        return self._emit(aten.bernoulli_.float, empty, node.args[1], like=node)
+        draws = ops.draws_by_shape(node)
+        self.values[node] = self._emit(aten.bernoulli_.float, empty, node.args[1], like=node) if draws else empty
 
     def _region(self, number: int, span: Span) -> None:
         updates = self.written.get(number, {})

@@ -76,7 +76,7 @@ class Owners:
 def cut_spans(program: Program, owners: Owners) -> tuple[Span, ...]:
     """The order of ``program`` as spans; views and tuple elements are in none of them."""
     order = program.ops()
-    layers = LayerNames(program)
+    layers = LayerNames(program, owners.bases_read)
     spans: list[Span] = []
     for segment in split_segments(program):
         calls = [
@@ -194,12 +194,12 @@ def _may_move_up(node: fx.Node) -> bool:
 
 
 def _reads_any(owners: Owners, node: fx.Node, run: Sequence[fx.Node]) -> bool:
-    if draws_by_shape(node):
+    if takes_shape_alone(node):
         return False
     made = set(run)
     return any(read in made for read in owners.makers_read(node))
 
 
-def draws_by_shape(node: fx.Node) -> bool:
-    """Whether ``node`` takes from its argument the shape and the layout alone, not the content."""
-    return ops.is_call(node, torch.ops.aten.bernoulli.p)
+def takes_shape_alone(node: fx.Node) -> bool:
+    """Whether ``node`` takes from the tensors it reads shape and layout, not the content."""
+    return ops.is_uninitialised(node) or ops.draws_by_shape(node)

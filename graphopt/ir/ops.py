@@ -56,6 +56,11 @@ def is_random(node: fx.Node) -> bool:
     return argument(node, position, name, idle) != idle
 
 
+def draws_by_shape(node: fx.Node) -> bool:
+    """Whether ``node`` draws numbers that depend on the shape and the layout of its argument, not on its content."""
+    return overload(node) in tables.DRAWS_BY_SHAPE
+
+
 def mutated_arguments(node: fx.Node) -> Iterator[fx.Node]:
     """The argument nodes that ``node`` writes into, from its schema (and where the schema does not tell)."""
     op = overload(node)
