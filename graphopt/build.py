@@ -186,6 +186,7 @@ class Builder:
         compiled = compile_regions(functional, most_bytes=plan_memory(in_place, workspace=self.workspace).peak_bytes)
         if dump is not None:
             dump.mark("inductor", compiled.program)
+            dump.attach("regions.txt", compiled.text)
         return build_executable(compiled.program, title=title, backend=replace(backend, notes=compiled.notes))
 
 

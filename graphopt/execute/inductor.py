@@ -25,10 +25,11 @@ _ALLOWED_EXCESS_BYTES = 1 << 18
 
 @dataclass(frozen=True)
 class CompiledRegions:
-    """``program``: calls regions; ``notes``: what a report says about them."""
+    """``program``: calls regions; ``notes``: what a report says about them; ``text``: what each distinct one holds."""
 
     program: Program
     notes: tuple[str, ...]
+    text: str
 
 
 def compile_regions(program: Program, *, most_bytes: int) -> CompiledRegions:
@@ -45,7 +46,9 @@ def compile_regions(program: Program, *, most_bytes: int) -> CompiledRegions:
             break
         num_cut += 1
         lowering = lower_regions(program, spans)
-    return CompiledRegions(lowering.program, _notes(lowering, _plan(lowering.program), most_bytes, num_cut))
+    regions = dict.fromkeys(node.target for node in lowering.program.ops() if isinstance(node.target, Region))
+    text = "\n".join(f"# {region.__name__}\n{region.text}" for region in regions)
+    return CompiledRegions(lowering.program, _notes(lowering, _plan(lowering.program), most_bytes, num_cut), text)
 
 
 def _plan(program: Program) -> MemoryPlan:
@@ -84,7 +87,6 @@ def _notes(lowering: Lowering, plan: MemoryPlan, most_bytes: int, num_cut: int) 
     if num_cut:
         notes.append(f"inductor: regions at the peak were cut {num_cut} times, so that fusion keeps the planned peak")
     if plan.peak_bytes > most_bytes:
-        notes.append(
-            f"inductor: the peak is {format_bytes(plan.peak_bytes)}, planned without fusion {format_bytes(most_bytes)}"
-        )
+        peak, most = format_bytes(plan.peak_bytes), format_bytes(most_bytes)
+        notes.append(f"inductor: the peak is {peak}; planned without fusion it is {most} or less")
     return tuple(notes)
