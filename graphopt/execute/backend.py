@@ -58,7 +58,7 @@ def choose_backend(asked: str, program: Program) -> Backend:
 def missing_tools(program: Program) -> str | None:
     """What Inductor needs and does not find, with what to do about it; None when it has all."""
     kinds = {tensor.device.type for node in program.graph.nodes for tensor in tensors_in(node.meta.get("val"))}
-    if not torch.version.cuda and "cuda" in kinds or (kinds - {"cpu", "cuda"}):
+    if (not torch.version.cuda and "cuda" in kinds) or (kinds - {"cpu", "cuda"}):
         return f"tensors on a CPU or a CUDA device, came {', '.join(sorted(kinds))}; use another device"
     if "cuda" in kinds and importlib.util.find_spec("triton") is None:
         return "Triton for the CUDA device, found none; install triton"

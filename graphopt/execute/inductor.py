@@ -63,7 +63,9 @@ def _cut_at_peak(lowering: Lowering, plan: MemoryPlan, owners: Owners) -> tuple[
     if peak is None or not isinstance(peak.target, Region):
         return None
     equal = {
-        lowering.span_of[node.name] for node in plan.order if node.target is peak.target and node.name in lowering.span_of
+        lowering.span_of[node.name]
+        for node in plan.order
+        if node.target is peak.target and node.name in lowering.span_of
     }
     spans: list[Span] = []
     for span in lowering.spans:

@@ -84,7 +84,7 @@ def _filled(labels: Sequence[str | None]) -> list[str]:
 
 
 def _without_short_visits(labels: Sequence[str], compiles: Sequence[bool]) -> tuple[str, ...]:
-    """Runs of few calls take the label before them, unless they end it all: the last layer stays equal to the others."""
+    """Runs of few calls take the label before them, but not at the end: the last layer stays equal to the others."""
     result: list[str] = []
     start = 0
     while start < len(labels):

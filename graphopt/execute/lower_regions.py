@@ -132,9 +132,7 @@ class _Lowerer:
             return
         value = node.meta["val"]
         shape, stride = list(value.shape), list(value.stride())
-        empty = self._emit(
-            aten.empty_strided.default, shape, stride, dtype=value.dtype, device=value.device, like=node
-        )
+        empty = self._emit(aten.empty_strided.default, shape, stride, dtype=value.dtype, device=value.device, like=node)
         draws = ops.draws_by_shape(node)
         self.values[node] = self._emit(aten.bernoulli_.float, empty, node.args[1], like=node) if draws else empty
 

@@ -80,7 +80,9 @@ def cut_spans(program: Program, owners: Owners) -> tuple[Span, ...]:
     spans: list[Span] = []
     for segment in split_segments(program):
         calls = [
-            node for node in order[segment.start : segment.end] if not ops.is_getitem(node) and not owners.is_alias(node)
+            node
+            for node in order[segment.start : segment.end]
+            if not ops.is_getitem(node) and not owners.is_alias(node)
         ]
         spans += _Cutter(owners, layers).cut(calls)
     return tuple(spans)

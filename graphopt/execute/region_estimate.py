@@ -44,13 +44,11 @@ def estimate_regions(program: Program) -> RegionEstimate:
         if not span.is_region:
             continue
         num_regions += 1
-        graph = region_graph(
-            span, owners, needed=lambda value, number=number: bool(readers.get(value, set()) - {number}), updates={}
-        )
+        leaving = {value for value, numbers in readers.items() if numbers - {number}}
+        graph = region_graph(span, owners, needed=leaving.__contains__, updates={})
         compile_seconds[graph.text] = SECONDS_PER_REGION + SECONDS_PER_CALL_COMPILED * len(span.nodes)
         saved += SECONDS_PER_CALL * len(graph.body)
-        inner = sum(_fused_bytes(node) for node in span.nodes if node not in graph.outputs)
-        saved += 2 * inner / BYTES_PER_SECOND
+        saved += 2 * sum(_fused_bytes(node) for node in span.nodes if node not in leaving) / BYTES_PER_SECOND
     return RegionEstimate(saved, sum(compile_seconds.values()), num_regions)
 
 

@@ -53,6 +53,7 @@ class RegionGraph:
         """The outputs for ``arguments``; then the writes are made."""
         values: dict[fx.Node, Any] = dict(zip(self.inputs, arguments, strict=True))
         for node in self.body:
+            args: Any
             args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
             result = args[0][args[1]] if ops.is_getitem(node) else call_with_tensors(node, args, kwargs)
             values[node] = _laid_out_as(result, node.meta["val"])
@@ -85,7 +86,9 @@ def region_graph(
     inputs = tuple(builder.inputs)
     writes = tuple((value, inputs.index(target)) for value, target in targets.items())
     outputs = tuple(value for value in made if needed(value))
-    return RegionGraph(inputs, tuple(builder.body), outputs, writes, _text(inputs, builder.body, outputs, writes))
+    return RegionGraph(
+        inputs, tuple(builder.body), outputs, writes, _text(inputs, tuple(builder.body), outputs, writes)
+    )
 
 
 def _laid_out_as(result: Any, planned: Any) -> Any:

@@ -1,8 +1,8 @@
 """Values that the region which reads them computes again, instead of receiving them: cheap ones, inside fused code.
 
-A pointwise value that crosses from one region to a later one is written to memory and read again. Where everything it is
-computed from is there anyway (parameters, and values that live at least as long), the reader computes it inside the loop
-that uses it: less memory between forward and backward, and less to move. Nothing else lives longer for it.
+A pointwise value that crosses from one region to a later one is written to memory and read again. Where everything that
+it is computed from is there anyway (parameters, and values that live at least as long), the reader computes it inside
+the loop that uses it: less memory between forward and backward, and less to move. Nothing else lives longer for it.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import shutil
 
 import pytest
@@ -81,7 +82,9 @@ def assert_close(expected: dict[str, torch.Tensor], found: dict[str, torch.Tenso
 
 
 @needs_compiler
-@pytest.mark.parametrize("options", [{}, {"clip_grad_norm": 0.5}, {"accumulate": 2}], ids=["plain", "clip", "accumulate"])
+@pytest.mark.parametrize(
+    "options", [{}, {"clip_grad_norm": 0.5}, {"accumulate": 2}], ids=["plain", "clip", "accumulate"]
+)
 def test_trains_as_aten_does_with_the_same_random_bits(options):
     num_steps = 4 if "accumulate" in options else 3
     _, expected, expected_random = trained("aten", num_steps=num_steps, **options)
@@ -133,18 +136,18 @@ def test_a_module_has_the_gradients_of_aten():
         torch.manual_seed(5)
         module(**batch).loss.backward()
         gradients.append({name: parameter.grad for name, parameter in model.named_parameters()})
-        gradients[-1] |= {name: buffer for name, buffer in model.named_buffers()}
+        gradients[-1] |= dict(model.named_buffers())
     assert_close(*gradients)
 
 
 @needs_compiler
+@pytest.mark.slow
 def test_resumes_bit_for_bit_and_evaluates():
     model, batch = make()
     step = compiled(model, "inductor")
     step(**batch)
     weights = {name: value.clone() for name, value in model.state_dict().items()}
-    state = {key: value for key, value in step.state_dict().items()}
-    state = torch.utils._pytree.tree_map(lambda item: item.clone() if isinstance(item, torch.Tensor) else item, state)
+    state = copy.deepcopy(step.state_dict())
     first = float(step(**batch).loss)
     other, _ = make()
     other.load_state_dict(weights)

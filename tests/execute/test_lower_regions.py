@@ -49,7 +49,9 @@ class Stack(nn.Module):
 
 def stack_program(num_layers: int, **options) -> Program:
     torch.manual_seed(0)
-    return functional_step(step_program(Stack(num_layers, **options), {"x": torch.randn(64, 32)}, optimizer=SGD(lr=0.1)))
+    return functional_step(
+        step_program(Stack(num_layers, **options), {"x": torch.randn(64, 32)}, optimizer=SGD(lr=0.1))
+    )
 
 
 def run_with_seed(executable: Executable, inputs) -> tuple[list, list, torch.Tensor]:
@@ -88,7 +90,9 @@ def test_models_by_regions_are_the_same_step(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["llama", "mixtral", "lstm", "gru-dropout", "transformer-dropout", "t5", "whisper", "mamba"])
+@pytest.mark.parametrize(
+    "name", ["llama", "mixtral", "lstm", "gru-dropout", "transformer-dropout", "t5", "whisper", "mamba"]
+)
 def test_more_models_by_regions_are_the_same_step(name):
     tiny = tiny_model(name)
     program = functional_step(step_program(tiny.model, tiny.batch))
@@ -128,7 +132,9 @@ def test_regions_write_the_parameters_they_update():
     program = stack_program(2)
     lowered = lower_regions(program, compile_region=InterpretedRegions()).program
     written = [node for call in lowered.ops() for node in ops.mutated_arguments(call)]
-    assert {node.name for node in written} == {node.name for node in lowered.placeholders() if node.name.startswith("p_")}
+    assert {node.name for node in written} == {
+        node.name for node in lowered.placeholders() if node.name.startswith("p_")
+    }
     assert build_executable(lowered, title="x").plan.write_after == ((),) * len(lowered.ops())
 
 

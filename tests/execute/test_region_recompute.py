@@ -83,7 +83,9 @@ def test_reads_no_parameter_that_has_been_written_by_then():
     spans, _, found = recomputed(program)
     owners = Owners(program)
     position = {node: i for i, node in enumerate(program.ops())}
-    updates = {output.name: value for value, output in zip(program.output_values(), program.signature.outputs, strict=True)}
+    updates = {
+        output.name: value for value, output in zip(program.output_values(), program.signature.outputs, strict=True)
+    }
     scale = program.input_named("scale")
     for number, nodes in found.by_span.items():
         if any(scale in owners.bases_read(node) for node in nodes):

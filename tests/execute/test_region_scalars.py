@@ -37,7 +37,9 @@ def program_with(target, args, kwargs, *, dtype: torch.dtype, shape: tuple[int, 
     nodes = dict(zip(("x", "y"), program.placeholders(), strict=True))
     nodes["number"] = program.add_input(scalar_input("number", InputKind.SCALAR), 0.5, name="number")
     arguments = [nodes.get(name, name) if isinstance(name, str) else name for name in args]
-    program.insert_before(program.output_node(), target, *arguments, **{key: nodes[name] for key, name in kwargs.items()})
+    program.insert_before(
+        program.output_node(), target, *arguments, **{key: nodes[name] for key, name in kwargs.items()}
+    )
     return program
 
 
