@@ -28,7 +28,8 @@ from graphopt.ir.spec import UPDATE_KINDS
 
 aten = torch.ops.aten
 
-Compiler = Callable[[RegionGraph], Region]
+Compiler = Callable[[RegionGraph, int], Region]
+"""Makes the region with a number; asked once for each distinct graph of a program."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,7 @@ class _Lowerer:
         self.compile_region = compile_region
         self.new = _with_inputs_of(program)
         self.values: dict[fx.Node, fx.Node] = dict(zip(program.placeholders(), self.new.placeholders(), strict=True))
+        self.regions: dict[str, Region] = {}
         self.numbers: dict[fx.Node, fx.Node] = {}
         self.written = writes_inside(program, spans)
         written = {value for updates in self.written.values() for value in updates}
@@ -147,7 +149,9 @@ class _Lowerer:
         )
         if not graph.outputs and not graph.writes:
             return
-        region = self.compile_region(graph)
+        if graph.text not in self.regions:
+            self.regions[graph.text] = self.compile_region(graph, len(self.regions))
+        region = self.regions[graph.text]
         arguments = [self._number(node) if is_number(node) else self._value(node) for node in graph.inputs]
         call = self._emit(region, *arguments, like=span.nodes[-1])
         self.span_of[call.name] = span

@@ -39,28 +39,22 @@ _SETTINGS = {
 }
 
 _MOST_COMPILED = 512
-_COMPILED: OrderedDict[Any, Region] = OrderedDict()
+_COMPILED: OrderedDict[Any, Callable[[list[Any]], Sequence[Any]]] = OrderedDict()
 
 
-def compiled_region(graph: RegionGraph) -> Region:
-    """The Region of ``graph``, compiled unless an equal one has been."""
+def compiled_region(graph: RegionGraph, number: int) -> Region:
+    """The Region of ``graph``, called ``region_<number>``; compiled unless an equal one has been in this process."""
     key = (graph.text, torch.get_num_threads())
-    if key in _COMPILED:
-        _COMPILED.move_to_end(key)
-        return _COMPILED[key]
-    started = time.perf_counter()
-    run = _compile(graph)
-    region = Region(graph, _next_number(), run, time.perf_counter() - started)
-    log.info("%s: %d calls compiled in %.2f s", region.__name__, region.num_calls, region.seconds)
-    _COMPILED[key] = region
+    seconds = 0.0
+    if key not in _COMPILED:
+        started = time.perf_counter()
+        _COMPILED[key] = _compile(graph)
+        seconds = time.perf_counter() - started
+        log.info("region_%d: %d calls compiled in %.2f s", number, len(graph.body), seconds)
+    _COMPILED.move_to_end(key)
     if len(_COMPILED) > _MOST_COMPILED:
         _COMPILED.popitem(last=False)
-    return region
-
-
-def _next_number() -> int:
-    last = next(reversed(_COMPILED.values()), None)
-    return 0 if last is None else 1 + max(int(region.__name__.removeprefix("region_")) for region in _COMPILED.values())
+    return Region(graph, number, _COMPILED[key], seconds)
 
 
 def _compile(graph: RegionGraph) -> Callable[[list[Any]], Sequence[Any]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 from graphopt.execute.region import Region
@@ -13,21 +12,19 @@ from graphopt.pipeline.pipeline import Pipeline
 
 
 class InterpretedRegions:
-    """Makes regions that run their graph operator by operator; equal ones are one, as when they are compiled."""
+    """Makes regions that run their graph operator by operator, and remembers them."""
 
     def __init__(self) -> None:
-        self.made: dict[str, Region] = {}
-        self.numbers = itertools.count()
+        self.made: list[Region] = []
 
-    def __call__(self, graph: RegionGraph) -> Region:
+    def __call__(self, graph: RegionGraph, number: int) -> Region:
         def run(inputs: list[Any]) -> tuple[Any, ...]:
             arguments = tuple(inputs)
             inputs.clear()
             return graph.run(*arguments)
 
-        if graph.text not in self.made:
-            self.made[graph.text] = Region(graph, next(self.numbers), run, 0.0)
-        return self.made[graph.text]
+        self.made.append(Region(graph, number, run, 0.0))
+        return self.made[-1]
 
 
 def functional_step(program: Program) -> Program:
