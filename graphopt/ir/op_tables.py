@@ -39,6 +39,9 @@ NEVER_RANDOM = frozenset(
     }
 )
 
+# ``empty_like(x).bernoulli_(p)``, with the probability as a number.
+DRAWS_BY_SHAPE = frozenset({aten.bernoulli.p})
+
 # They check or announce something and return nothing that a graph could depend on.
 EFFECTS = frozenset(
     {

@@ -75,6 +75,7 @@ def schedule(graph: StepGraph, choice: Choice) -> Schedule:
 class _Building:
     def __init__(self, graph: StepGraph, choice: Choice) -> None:
         self.graph = graph
+        self.choice = choice
         self.node: list[int] = []
         self.arguments: list[tuple[int, ...]] = []
         self.is_twin: list[bool] = []

@@ -154,7 +154,7 @@ def test_measured_memory_is_reported_beside_the_prediction():
 
 
 def test_the_text_shows_passes_classes_and_notes():
-    text = str(build_report(step_executable(), backend_reason="asked for", notes=("[bold]look[/bold]",)))
+    text = str(build_report(step_executable(), notes=("[bold]look[/bold]",)))
     assert "reuse-last-use" in text and "optimizer state" in text
     assert "backend aten (asked for)" in text
     assert "note: [bold]look[/bold]" in text
