@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 
-from graphopt.execute.lower_regions import Lowering, lower_regions
+from graphopt.execute.lower_regions import Compiler, Lowering, lower_regions
 from graphopt.execute.region import Region
-from graphopt.execute.region_cuts import FEWEST_CALLS, Owners, Span, halves
+from graphopt.execute.region_compile import compiled_region
+from graphopt.execute.region_cuts import FEWEST_CALLS, Owners, Span, cut_spans, halves
 from graphopt.execute.region_workspace import RegionWorkspace
 from graphopt.ir.liveness import MemoryPlan, plan_memory
 from graphopt.ir.program import Program
@@ -19,7 +20,7 @@ _MOST_ROUNDS = 8
 """Rounds of cutting. Each halves the regions at the peak, so that 160 calls become single ones."""
 
 _ALLOWED_EXCESS = 1.01
-_ALLOWED_EXCESS_BYTES = 1 << 18
+_ALLOWED_EXCESS_BYTES = 1 << 16
 """By how much the peak may exceed the planned one: as far as plans of ATen steps may be off, and not worth a cut."""
 
 
@@ -32,23 +33,35 @@ class CompiledRegions:
     text: str
 
 
-def compile_regions(program: Program, *, most_bytes: int) -> CompiledRegions:
+def compile_regions(
+    program: Program, *, most_bytes: int, compile_region: Compiler = compiled_region
+) -> CompiledRegions:
     """``program`` (functional) by regions, its peak at most ``most_bytes`` as far as cutting regions can bring it."""
-    lowering = lower_regions(program)
     most_bytes = int(most_bytes * _ALLOWED_EXCESS) + _ALLOWED_EXCESS_BYTES
-    num_cut = 0
-    for _ in range(_MOST_ROUNDS):
-        plan = _plan(lowering.program)
-        if plan.peak_bytes <= most_bytes:
+    owners = Owners(program)
+    spans: tuple[Span, ...] | None = cut_spans(program, owners)
+    best: _Attempt | None = None
+    for num_cut in range(_MOST_ROUNDS + 1):
+        lowering = lower_regions(program, spans, compile_region=compile_region)
+        attempt = _Attempt(lowering, _plan(lowering.program), num_cut)
+        if best is None or attempt.plan.peak_bytes < best.plan.peak_bytes:
+            best = attempt
+        spans = _cut_at_peak(lowering, attempt.plan, owners)
+        if best.plan.peak_bytes <= most_bytes or spans is None:
             break
-        spans = _cut_at_peak(lowering, plan, Owners(program))
-        if spans is None:
-            break
-        num_cut += 1
-        lowering = lower_regions(program, spans)
-    regions = dict.fromkeys(node.target for node in lowering.program.ops() if isinstance(node.target, Region))
+    assert best is not None, "there is at least one attempt"
+    regions = dict.fromkeys(node.target for node in best.lowering.program.ops() if isinstance(node.target, Region))
     text = "\n".join(f"# {region.__name__}\n{region.text}" for region in regions)
-    return CompiledRegions(lowering.program, _notes(lowering, _plan(lowering.program), most_bytes, num_cut), text)
+    return CompiledRegions(best.lowering.program, _notes(best, most_bytes), text)
+
+
+@dataclass(frozen=True)
+class _Attempt:
+    """A lowered program after ``num_cut`` rounds of cutting, and its plan."""
+
+    lowering: Lowering
+    plan: MemoryPlan
+    num_cut: int
 
 
 def _plan(program: Program) -> MemoryPlan:
@@ -78,17 +91,18 @@ def _cut_at_peak(lowering: Lowering, plan: MemoryPlan, owners: Owners) -> tuple[
     return tuple(spans)
 
 
-def _notes(lowering: Lowering, plan: MemoryPlan, most_bytes: int, num_cut: int) -> tuple[str, ...]:
-    calls = [node.target for node in lowering.program.ops() if isinstance(node.target, Region)]
+def _notes(attempt: _Attempt, most_bytes: int) -> tuple[str, ...]:
+    program = attempt.lowering.program
+    calls = [node.target for node in program.ops() if isinstance(node.target, Region)]
     distinct = dict.fromkeys(calls)
     seconds = sum(region.seconds for region in distinct)
     notes = [
-        f"inductor: {len(calls)} regions, {len(distinct)} of them distinct and compiled in {seconds:.1f} s; "
-        f"{len(lowering.program.ops()) - len(calls)} plain calls and names"
+        f"inductor: {len(calls)} regions, {len(distinct)} of them distinct, compiled in {seconds:.1f} s; "
+        f"{len(program.ops()) - len(calls)} plain calls and names"
     ]
-    if num_cut:
-        notes.append(f"inductor: regions at the peak were cut {num_cut} times, so that fusion keeps the planned peak")
-    if plan.peak_bytes > most_bytes:
-        peak, most = format_bytes(plan.peak_bytes), format_bytes(most_bytes)
+    if attempt.num_cut:
+        notes.append(f"inductor: regions at the peak were cut {attempt.num_cut} times, so that fusion raises it less")
+    if attempt.plan.peak_bytes > most_bytes:
+        peak, most = format_bytes(attempt.plan.peak_bytes), format_bytes(most_bytes)
         notes.append(f"inductor: the peak is {peak}; planned without fusion it is {most} or less")
     return tuple(notes)

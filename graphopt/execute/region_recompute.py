@@ -3,6 +3,7 @@
 A pointwise value that crosses from one region to a later one is written to memory and read again. Where everything that
 it is computed from is there anyway (parameters, and values that live at least as long), the reader computes it inside
 the loop that uses it: less memory between forward and backward, and less to move. Nothing else lives longer for it.
+The result of a layer normalisation counts as pointwise: its input, which its gradient reads, is there.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ class _Search:
 
     def consider(self, node: fx.Node) -> None:
         """Let the readers of ``node`` compute it again if all of them can."""
-        number = self.made_in.get(node)
+        number = self.made_in.get(self.owners.maker(node))
         outside = self.readers.get(node, set()) - {number}
         if number is None or not outside or not self._is_cheap(node) or _nbytes(node) < _FEWEST_BYTES:
             return
@@ -81,10 +82,11 @@ class _Search:
         open_nodes = [node]
         while open_nodes:
             current = open_nodes.pop()
-            calls[current] = None
+            maker = self.owners.maker(current)
+            calls |= {maker: None, current: None}
             if len(calls) > _MOST_CALLS:
                 return None
-            for base in self.owners.bases_read(current):
+            for base in self.owners.bases_read(maker):
                 if self._is_there(base, wanted):
                     leaves[base] = None
                 elif self._is_cheap(base):
@@ -103,8 +105,10 @@ class _Search:
         return bool(there) and (OUTSIDE in there or max(there) >= max(wanted))
 
     def _is_cheap(self, node: fx.Node) -> bool:
-        number = self.made_in.get(node)
-        return number is not None and self.spans[number].is_region and ops.is_pointwise(node) and ops.is_pure(node)
+        number = self.made_in.get(self.owners.maker(node))
+        if number is None or not self.spans[number].is_region or not ops.is_pure(node):
+            return False
+        return ops.is_pointwise(node) or ops.is_normalised_row(node)
 
 
 def _spans_of_writes(program: Program, made_in: Mapping[fx.Node, int]) -> dict[fx.Node, int]:

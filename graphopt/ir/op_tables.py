@@ -104,6 +104,9 @@ ATTENTION = frozenset(
     }
 )
 
+# The first result has the shape of the first argument; the others are statistics, one number for each row.
+ROW_NORMALISATIONS = frozenset({aten.native_layer_norm.default, aten._fused_rms_norm.default})
+
 FACTORIES = frozenset(
     {
         aten.zeros.default,

@@ -159,6 +159,13 @@ def is_attention(node: fx.Node) -> bool:
     return overload(node) in tables.ATTENTION
 
 
+def is_normalised_row(node: fx.Node) -> bool:
+    """Whether ``node`` is the main result of a layer or RMS normalisation: a reduction over rows, then pointwise."""
+    if not is_getitem(node) or node.args[1] != 0:
+        return False
+    return overload(node.args[0]) in tables.ROW_NORMALISATIONS  # type: ignore[arg-type, operator]
+
+
 def copied_argument(node: fx.Node) -> fx.Node | None:
     """The argument whose elements are the result, or None.
 

@@ -83,7 +83,12 @@ def assert_close(expected: dict[str, torch.Tensor], found: dict[str, torch.Tenso
 
 @needs_compiler
 @pytest.mark.parametrize(
-    "options", [{}, {"clip_grad_norm": 0.5}, {"accumulate": 2}], ids=["plain", "clip", "accumulate"]
+    "options",
+    [
+        pytest.param({}, id="plain"),
+        pytest.param({"clip_grad_norm": 0.5}, id="clip", marks=pytest.mark.slow),
+        pytest.param({"accumulate": 2}, id="accumulate", marks=pytest.mark.slow),
+    ],
 )
 def test_trains_as_aten_does_with_the_same_random_bits(options):
     num_steps = 4 if "accumulate" in options else 3

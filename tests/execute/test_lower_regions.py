@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from graphopt.execute.executable import Executable, build_executable
+from graphopt.execute.inductor import compile_regions
 from graphopt.execute.lower_regions import lower_regions
 from graphopt.execute.region_cuts import FEWEST_CALLS, Owners, cut_spans
 from graphopt.execute.region_graph import region_graph
@@ -154,3 +155,13 @@ def test_values_are_read_from_the_plan_by_layout():
     inputs = [torch.randn(spec.shape).as_strided(spec.shape, spec.stride) for spec in graph.input_specs]
     results = graph.run(*inputs)
     assert tuple(result.stride() for result in results) == tuple(spec.stride for spec in graph.output_specs)
+
+
+def test_regions_at_the_peak_are_cut_until_it_fits_or_none_is_left():
+    program = stack_program(3)
+    whole = compile_regions(program, most_bytes=1 << 40, compile_region=InterpretedRegions())
+    cut = compile_regions(program, most_bytes=0, compile_region=InterpretedRegions())
+    peaks = [build_executable(found.program, title="x").plan.peak_bytes for found in (whole, cut)]
+    assert peaks[1] < peaks[0] and len(region_calls(cut.program)) > len(region_calls(whole.program))
+    assert not any("cut" in note for note in whole.notes) and any("cut" in note for note in cut.notes)
+    assert_same_step(program, cut.program)

@@ -52,7 +52,7 @@ def test_keeps_the_product_instead_of_two_functions_of_it():
     assert saved_bytes(program) - saved_bytes(lowered) >= hidden_bytes - 1024
 
 
-def test_recomputes_pointwise_calls_alone_and_never_a_draw():
+def test_recomputes_pointwise_calls_and_never_draws():
     spans, _, found = recomputed(gated_program(dropout=0.5))
     calls = {node for nodes in found.by_span.values() for node in nodes}
     assert calls and all(ops.is_pointwise(node) and not ops.is_random(node) for node in calls)
@@ -90,3 +90,19 @@ def test_reads_no_parameter_that_has_been_written_by_then():
     for number, nodes in found.by_span.items():
         if any(scale in owners.bases_read(node) for node in nodes):
             assert position[spans[number].nodes[0]] <= position[updates["scale"]]
+
+
+def test_a_normalised_row_is_made_again_from_the_input_that_its_gradient_reads():
+    class Normalised(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.norm, self.second = nn.Linear(32, 64), nn.LayerNorm(64), nn.Linear(64, 64)
+
+        def forward(self, x):
+            return {"loss": (self.second(self.norm(self.first(x))).tanh() + x.sum()).square().mean()}
+
+    torch.manual_seed(0)
+    batch = {"x": torch.randn(128, 32)}
+    program = functional_step(step_program(Normalised(), batch, optimizer=SGD(lr=0.1)))
+    _, _, found = recomputed(program)
+    assert any(ops.is_normalised_row(node) for nodes in found.by_span.values() for node in nodes)

@@ -23,8 +23,10 @@ class InterpretedRegions:
             inputs.clear()
             return graph.run(*arguments)
 
-        self.made.append(Region(graph, number, run, 0.0))
-        return self.made[-1]
+        region = Region(graph, number, run, 0.0)
+        region.text = f"# interpreted\n{region.text}"  # what is measured of it is not that of compiled code
+        self.made.append(region)
+        return region
 
 
 def functional_step(program: Program) -> Program:
