@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import combinations
 
 from graphopt.planner.schedule import Choice
 from graphopt.planner.simulate import Outcome, simulate
@@ -16,8 +17,9 @@ from graphopt.planner.step_graph import StepGraph
 
 LARGEST_GRAPH = 160
 """Nodes up to which single cuts are searched; beyond, a segment of the menu is the unit."""
-# Simulations times nodes: 3 s on one core at 6 us a node.
-_EFFORT = 500_000
+# Simulations times nodes: 5 s on one core at 6 us a node.
+_EFFORT = 800_000
+_LEVELS = 5
 _MOST_REPAIRS = 40
 _FREE_SECONDS = 1e-9
 """What a move that costs nothing counts as, so that moves compare by what they free."""
@@ -55,7 +57,17 @@ class LocalSearch:
             if self.left <= 0:
                 break
             self._improve(low + int((top - low) * share))
+        for num_taken in (1, 2):
+            for outcome in list(self.found):
+                self._exchange_at(outcome, num_taken)
         return self.found
+
+    def _exchange_at(self, outcome: Outcome, num_taken: int) -> None:
+        """Look for plans as small as ``outcome`` that are cheaper, taking back so many cuts at once."""
+        limit = outcome.peak_bytes
+        best: _Tried | None = self._tried(outcome.choice.cuts_by_storage(self.graph.first_late), limit)
+        while best is not None and self.left > 0:
+            best = self._exchanged(best, limit, num_taken)
 
     def _lowest(self) -> int:
         """Bytes that some original call needs by itself, whatever else is dropped."""
@@ -85,21 +97,22 @@ class LocalSearch:
         chosen = [*within[-1:], *beyond[:1], *beyond[-1:]]
         return [self._tried(outcome.choice.cuts_by_storage(self.graph.first_late), limit) for outcome in chosen]
 
-    def _exchanged(self, best: _Tried, limit: int) -> _Tried | None:
-        """A cheaper plan that lacks one cut of ``best``."""
-        for s, places in sorted(best.cuts.items()):
-            for place in places:
-                if self.left <= 0:
-                    return None
-                without = self._tried(_toggled(best.cuts, s, place), limit)
-                if without.seconds >= best.seconds:
-                    continue
-                repaired = self._repaired(without, limit, banned=frozenset({(s, place)}), below=best.seconds)
-                if repaired is None:
-                    continue
-                relaxed = self._relaxed(repaired, limit)
-                if relaxed.seconds < best.seconds:
-                    return relaxed
+    def _exchanged(self, best: _Tried, limit: int, num_taken: int = 1) -> _Tried | None:
+        """A cheaper plan that lacks ``num_taken`` cuts of ``best``."""
+        there = [(s, place) for s, places in sorted(best.cuts.items()) for place in places]
+        for taken in combinations(there, num_taken):
+            if self.left <= 0:
+                return None
+            cuts = best.cuts
+            for s, place in taken:
+                cuts = _toggled(cuts, s, place)
+            without = self._tried(cuts, limit)
+            if without.seconds >= best.seconds:
+                continue
+            repaired = self._repaired(without, limit, banned=frozenset(taken), below=best.seconds)
+            relaxed = None if repaired is None else self._relaxed(repaired, limit)
+            if relaxed is not None and relaxed.seconds < best.seconds:
+                return relaxed
         return None
 
     def _repaired(
@@ -180,10 +193,8 @@ def _toggled(cuts: Cuts, s: int, place: int) -> Cuts:
 def _divisions() -> Iterator[float]:
     """0, 1/2, 1/4, 3/4, 1/8, 3/8, ...: the range divided ever more finely."""
     yield 0.0
-    parts = 2
-    while True:
-        yield from (n / parts for n in range(1, parts, 2))
-        parts *= 2
+    for level in range(1, _LEVELS + 1):
+        yield from (n / 2**level for n in range(1, 2**level, 2))
 
 
 def _with(found: list[Outcome], outcome: Outcome) -> list[Outcome]:
