@@ -17,8 +17,8 @@ from graphopt.planner.step_graph import StepGraph
 
 LARGEST_GRAPH = 160
 """Nodes up to which single cuts are searched; beyond, a segment of the menu is the unit."""
-# Simulations times nodes: 5 s on one core at 6 us a node.
-_EFFORT = 800_000
+# Simulations times nodes: 3 s on one quiet core at 6 us a node.
+_EFFORT = 400_000
 _LEVELS = 5
 _MOST_REPAIRS = 40
 _FREE_SECONDS = 1e-9
@@ -48,6 +48,10 @@ class LocalSearch:
         self.found = _undominated(outcomes)
         self.left = _EFFORT // max(graph.num_nodes, 1)
         self.seen: dict[Choice, Outcome] = {}
+        # The other end of the scale: nothing is held for longer than one late call needs it.
+        early = frozenset(s for s in graph.early_storages() if graph.repeatable[graph.maker[s]])
+        late = tuple(i for i in range(graph.first_late, graph.num_nodes) if graph.is_call[i])
+        self.renewed = simulate(graph, Choice(early, early, late))
 
     def run(self) -> list[Outcome]:
         """Plans for limits all over the range of peaks, the coarse division of it first."""
@@ -65,7 +69,7 @@ class LocalSearch:
     def _exchange_at(self, outcome: Outcome, num_taken: int) -> None:
         """Look for plans as small as ``outcome`` that are cheaper, taking back so many cuts at once."""
         limit = outcome.peak_bytes
-        best: _Tried | None = self._tried(outcome.choice.cuts_by_storage(self.graph.first_late), limit)
+        best: _Tried | None = self._tried(_cuts_that_act(self.graph, outcome), limit)
         while best is not None and self.left > 0:
             best = self._exchanged(best, limit, num_taken)
 
@@ -94,8 +98,8 @@ class LocalSearch:
         """The cheapest plan within the limit, and the one just beyond it."""
         within = [outcome for outcome in self.found if outcome.peak_bytes <= limit]
         beyond = [outcome for outcome in self.found if outcome.peak_bytes > limit]
-        chosen = [*within[-1:], *beyond[:1], *beyond[-1:]]
-        return [self._tried(outcome.choice.cuts_by_storage(self.graph.first_late), limit) for outcome in chosen]
+        chosen = [*within[-1:], *beyond[:1], *beyond[-1:], self.renewed]
+        return [self._tried(_cuts_that_act(self.graph, outcome), limit) for outcome in chosen]
 
     def _exchanged(self, best: _Tried, limit: int, num_taken: int = 1) -> _Tried | None:
         """A cheaper plan that lacks ``num_taken`` cuts of ``best``."""
@@ -109,16 +113,28 @@ class LocalSearch:
             without = self._tried(cuts, limit)
             if without.seconds >= best.seconds:
                 continue
-            repaired = self._repaired(without, limit, banned=frozenset(taken), below=best.seconds)
-            relaxed = None if repaired is None else self._relaxed(repaired, limit)
-            if relaxed is not None and relaxed.seconds < best.seconds:
-                return relaxed
+            for thrifty in (True, False):
+                repaired = self._repaired(
+                    without, limit, banned=frozenset(taken), below=best.seconds, thrifty=thrifty
+                )
+                relaxed = None if repaired is None else self._relaxed(repaired, limit)
+                if relaxed is not None and relaxed.seconds < best.seconds:
+                    return relaxed
         return None
 
     def _repaired(
-        self, tried: _Tried, limit: int, *, banned: frozenset[tuple[int, int]], below: float = float("inf")
+        self,
+        tried: _Tried,
+        limit: int,
+        *,
+        banned: frozenset[tuple[int, int]],
+        below: float = float("inf"),
+        thrifty: bool = True,
     ) -> _Tried | None:
-        """``tried`` with cuts changed until nothing exceeds the limit; None if that leads nowhere or costs too much."""
+        """``tried`` with cuts changed until nothing exceeds the limit; None if that leads nowhere or costs too much.
+
+        ``thrifty``: each time the change that frees most for its time, otherwise the one that frees most.
+        """
         for _ in range(_MOST_REPAIRS):
             if not tried.excess:
                 return tried
@@ -131,7 +147,7 @@ class LocalSearch:
             ]
             if not options:
                 return None
-            tried = max(options, key=lambda option: self._worth(tried, option))
+            tried = max(options, key=lambda option: self._worth(tried, option) if thrifty else -option.excess)
         return None
 
     def _worth(self, tried: _Tried, option: _Tried) -> float:
@@ -140,15 +156,17 @@ class LocalSearch:
         return (tried.excess - option.excess) / paid
 
     def _relaxed(self, tried: _Tried, limit: int) -> _Tried:
-        """``tried`` without cuts that it holds the limit without, the dearest first."""
+        """``tried`` without cuts that it holds the limit without, those of dear calls first."""
+        cost = self.graph.seconds
         while self.left > 0:
-            options = [
-                self._tried(_toggled(tried.cuts, s, place), limit) for s, places in tried.cuts.items() for place in places
-            ]
-            cheaper = [option for option in options if not option.excess and option.seconds < tried.seconds]
-            if not cheaper:
+            before = tried
+            there = [(s, place) for s, places in tried.cuts.items() for place in places]
+            for s, place in sorted(there, key=lambda cut: (-cost[self.graph.maker[cut[0]]], cut)):
+                option = self._tried(_toggled(tried.cuts, s, place), limit)
+                if not option.excess and option.seconds <= tried.seconds:
+                    tried = option
+            if tried is before:
                 return tried
-            tried = min(cheaper, key=lambda option: option.seconds)
         return tried
 
     def _moves(self, tried: _Tried, limit: int) -> list[tuple[int, int]]:
@@ -181,6 +199,16 @@ class LocalSearch:
             outcome = self.seen[choice] = simulate(self.graph, choice)
             self.found = _with(self.found, outcome)
         return _Tried(cuts, outcome, sum(live - limit for live in outcome.live if live > limit))
+
+
+def _cuts_that_act(graph: StepGraph, outcome: Outcome) -> Cuts:
+    """The late calls before which each value is computed again, which say the same as the choice of ``outcome``."""
+    found: dict[int, set[int]] = {}
+    for i, twin, anchor in zip(outcome.order.node, outcome.order.is_twin, outcome.order.anchor, strict=True):
+        for s in graph.made[i] if twin else ():
+            if s in outcome.choice.dropped:
+                found.setdefault(s, set()).add(anchor)
+    return {s: tuple(sorted(places)) for s, places in sorted(found.items())}
 
 
 def _toggled(cuts: Cuts, s: int, place: int) -> Cuts:
