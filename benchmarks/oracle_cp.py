@@ -35,10 +35,17 @@ def event(t: int, i: int) -> int:
 
 
 def prove_optimum(
-    graph: PlanGraph, limit_bytes: int, *, copies: int = 3, known: int | None = None, seconds: float = 30.0
+    graph: PlanGraph,
+    limit_bytes: int,
+    *,
+    copies: int = 3,
+    known: int | None = None,
+    seconds: float = 30.0,
+    anywhere: bool = True,
 ) -> Proof:
-    """The Proof for ``graph`` within ``limit_bytes``; ``known``: the cost of a plan that exists."""
-    model = _Model(graph, limit_bytes, copies)
+    """The Proof for ``graph`` within ``limit_bytes``; ``known``: the cost of a plan that exists; ``anywhere``: whether
+    any node may run again at any time, or forward nodes in the backward part alone, as the planner has it."""
+    model = _Model(graph, limit_bytes, copies, anywhere=anywhere)
     if known is not None:
         model.solver_model.add(model.cost <= known)
     solver = cp_model.CpSolver()
@@ -55,7 +62,7 @@ def prove_optimum(
 
 
 class _Model:
-    def __init__(self, graph: PlanGraph, limit_bytes: int, copies: int) -> None:
+    def __init__(self, graph: PlanGraph, limit_bytes: int, copies: int, *, anywhere: bool) -> None:
         self.graph = graph
         self.solver_model = cp_model.CpModel()
         self.last = event(graph.num_nodes - 1, graph.num_nodes - 1)
@@ -64,7 +71,9 @@ class _Model:
         self.active: dict[tuple[int, int], cp_model.IntVar | int] = {}
         intervals = []
         for i in range(graph.num_nodes):
-            stages = range(i + 1, graph.num_nodes) if i not in graph.fixed else range(0)
+            first = i + 1 if anywhere else max(i + 1, graph.first_late)
+            is_free = i not in graph.fixed and (anywhere or i < graph.first_late)
+            stages = range(first, graph.num_nodes) if is_free else range(0)
             for c in range(copies if len(stages) else 1):
                 intervals.append(self._copy(i, c, [event(t, i) for t in stages]))
         self.solver_model.add_cumulative(intervals, [graph.nbytes[i] for i, _ in self.start], limit_bytes)
