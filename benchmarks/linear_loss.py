@@ -8,6 +8,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Any
 
 import torch
@@ -19,7 +20,7 @@ from torch import Tensor
 from benchmarks.cells import bytes_cell, ratio_cell, seconds_cell
 from benchmarks.command import Results, Rounds, console, run_command, seed_weights
 from benchmarks.machine import this_machine
-from benchmarks.measure import WARM_UP_STEPS, interleaved_seconds
+from benchmarks.measure import interleaved_seconds
 from benchmarks.rows import RESULTS, LinearLossFigures, Row, Subject, store_rows
 from graphopt.errors import DataError
 from graphopt.execute.measure import measure_memory
@@ -31,7 +32,7 @@ UNFUSED = "F.cross_entropy(F.linear)"
 TOGETHER = "graphopt, loss with gradient"
 APART = "graphopt, loss then gradient"
 _DEFAULT_ROUNDS = 5
-_CHUNKS = (128, 256, 512)
+_LARGER_CHUNK = 256
 _IGNORED = -100
 
 
@@ -75,20 +76,22 @@ def contenders(problem: Problem) -> dict[str, Callable[[], tuple[Tensor, ...]]]:
             F.cross_entropy(F.linear(problem.hidden, problem.weight), problem.target)
         )
     }
-    for chunk in (None, *_CHUNKS):
-        for policy in ("auto", "compact"):
-            name = f"F.linear_cross_entropy, {policy}, chunk {chunk or 'auto'}"
-            options = torch.nn.LinearCrossEntropyOptions(batch_chunk_size=chunk, acc_policy=policy)
-            found[name] = lambda options=options: problem.differentiated(
-                F.linear_cross_entropy(problem.hidden, problem.weight, problem.target, options=options)
-            )
     chosen = default_chunk(rows, classes, features)
-    for chunk in dict.fromkeys((chosen, *(min(chunk, rows) for chunk in _CHUNKS))):
-        found[f"{TOGETHER}, chunk {chunk}"] = lambda chunk=chunk: _together(problem, chunk)
+    for policy, chunk in (("auto", None), ("compact", None), ("compact", chosen)):
+        options = torch.nn.LinearCrossEntropyOptions(batch_chunk_size=chunk, acc_policy=policy)
+        found[f"F.linear_cross_entropy, {policy}, chunk {chunk or 'auto'}"] = partial(_torch, problem, options)
+    for chunk in dict.fromkeys((chosen, min(_LARGER_CHUNK, rows))):
+        found[f"{TOGETHER}, chunk {chunk}"] = partial(_together, problem, chunk)
     found[f"{APART}, chunk {chosen}"] = lambda: problem.differentiated(
         linear_cross_entropy(*problem.arguments(chosen))[0]
     )
     return found
+
+
+def _torch(problem: Problem, options: torch.nn.LinearCrossEntropyOptions) -> tuple[Tensor, ...]:
+    return problem.differentiated(
+        F.linear_cross_entropy(problem.hidden, problem.weight, problem.target, options=options)
+    )
 
 
 @torch.no_grad()
@@ -101,8 +104,7 @@ def measure_shape(shape: str, rounds: int) -> Iterator[Row[LinearLossFigures]]:
     """A row for each contender; they are timed in the same rounds."""
     problem = Problem.of(shape)
     found = contenders(problem)
-    peaks = {name: measure_memory(run).peak_bytes for name, run in found.items()}
-    interleaved_seconds(found, WARM_UP_STEPS)
+    peaks = {name: measure_memory(run).peak_bytes for name, run in found.items()}  # also the warm-up
     seconds = interleaved_seconds(found, rounds)
     expected = found[UNFUSED]()
     subject = Subject(shape, problem.weight.numel(), f"hidden f32[{shape.rpartition('x')[0]}]", ("loss",))

@@ -16,10 +16,14 @@ from graphopt.capture.differentiate import differentiable_outputs, differentiate
 from graphopt.capture.export import Captured, OutputRequest, capture_program
 from graphopt.capture.loss_weight import LossWeight, find_loss_weight
 from graphopt.capture.update import UpdateRequest, append_update, append_window, window_update_program
+from graphopt.checkpoint import host_bytes
 from graphopt.errors import OutputError
+from graphopt.execute.backend import choose_backend
 from graphopt.execute.executable import Executable, build_executable
+from graphopt.execute.far_memory import FarMemory
 from graphopt.execute.workspace import MeasuredWorkspace
 from graphopt.ir.hazards import protect_backward_reads, separate_updates
+from graphopt.ir.liveness import plan_memory
 from graphopt.ir.program import Program, Stage
 from graphopt.ir.spec import UPDATE_KINDS, OutputKind, TensorSpec
 from graphopt.optim.base import Optimizer
@@ -67,10 +71,12 @@ class Builder:
             pipeline = self.options.passes[(Stage.FORWARD, Stage.JOINT, Stage.STEP).index(stage)]
         return pipeline if self.options.release_gradients else pipeline.without("release-gradients")
 
-    def run_passes(self, program: Program, stage: Stage, dump: Dump | None, *, reserved_bytes: int = 0) -> Program:
-        """``program`` after the passes of ``stage``."""
+    def run_passes(
+        self, program: Program, stage: Stage, dump: Dump | None, pipeline: Pipeline | None = None
+    ) -> Program:
+        """``program`` after the passes of ``stage`` (or those of ``pipeline``)."""
         self.workspace.learn(program)
-        return self.pipeline(stage, reserved_bytes).run(
+        return (pipeline or self.pipeline(stage)).run(
             program,
             verify=self.options.verify,
             workspace=self.workspace,
@@ -158,18 +164,46 @@ class Builder:
         program.stage = Stage.STEP
         return captured, self._finish(program, dump, title="forward")
 
+    def _far_memory(self) -> FarMemory | None:
+        """The host memory that the Offload policy allows; None without one."""
+        policy = MemoryRequest(self.options.checkpoint).offload
+        if policy is None:
+            return None
+        budget = None if policy.host_budget is None else host_bytes(policy.host_budget)
+        return FarMemory(budget=budget, pin=policy.pin)
+
     def _finish(self, program: Program, dump: Dump | None, *, title: str, reserved_bytes: int = 0) -> Executable:
         separate_updates(program)
         if dump is not None:
             dump.mark(title, program)
         with without_autocast():
-            step = self.run_passes(program, Stage.STEP, dump, reserved_bytes=reserved_bytes)
-            executable = build_executable(step, title=title)
+            executable = self._executable(program, dump, title, self.pipeline(Stage.STEP, reserved_bytes))
         gc.collect()  # tracing leaves reference cycles behind, with fake and real tensors in them
         if dump is not None:
-            report = build_report(executable, backend_reason=self.options.backend_reason)
+            report = build_report(executable)
             self.dump_folders.append(dump.finish(executable.source, report))
         return executable
+
+    def _executable(self, program: Program, dump: Dump | None, title: str, passes: Pipeline) -> Executable:
+        """``program`` after the step ``passes``, on the backend that was asked for or chosen."""
+        far_memory = self._far_memory()
+        if self.options.backend == "aten":
+            in_place = self.run_passes(program, Stage.STEP, dump, passes)
+            return build_executable(in_place, title=title, far_memory=far_memory)
+        functional = self.run_passes(program, Stage.STEP, dump, Pipeline(tuple(p for p in passes if not p.in_place)))
+        backend = choose_backend(self.options.backend, functional)
+        last = Pipeline(tuple(item for item in passes if item.in_place))
+        in_place = self.run_passes(functional, Stage.STEP, dump if backend.name == "aten" else None, last)
+        if backend.name == "aten":
+            return build_executable(in_place, title=title, far_memory=far_memory, backend=backend)
+        from graphopt.execute.inductor import compile_regions  # late: importing Inductor takes a second
+
+        compiled = compile_regions(functional, most_bytes=plan_memory(in_place, workspace=self.workspace).peak_bytes)
+        if dump is not None:
+            dump.mark("inductor", compiled.program)
+            dump.attach("regions.txt", compiled.text)
+        backend = replace(backend, notes=compiled.notes)
+        return build_executable(compiled.program, title=title, far_memory=far_memory, backend=backend)
 
 
 def _roots(program: Program, loss: str | None, wrt: Sequence[str]) -> Sequence[str]:

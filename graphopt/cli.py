@@ -149,7 +149,7 @@ def calibrate() -> None:
     rates = measure_rates()
     path = write_rates(rates)
     _console().print(
-        f"{rates.flops / 1e9:.1f} GFLOP/s, {rates.bytes / 1e9:.2f} GB/s, {rates.host_bytes / 1e9:.2f} GB/s to host memory, "
+        f"{rates.flops / 1e9:.1f} GFLOP/s, {rates.bytes / 1e9:.2f} GB/s, {rates.host_bytes / 1e9:.2f} GB/s to host, "
         f"{rates.call_seconds * 1e6:.1f} us a call ({rates.name}); written to {path}, delete it for the default rates"
     )
 

@@ -37,7 +37,7 @@ def dump_model(
         optimizer=None,
         accumulate=Accumulate(1),
         clip_grad_norm=None,
-        backend="auto",
+        backend="aten",
         dump=directory,
         verify=Verify.STRUCTURE,
         passes=None if passes is None else stage_pipelines(passes),

@@ -56,10 +56,8 @@ class CompileOptions:
     release_gradients: bool = True
 
     def __post_init__(self) -> None:
-        if self.backend == "inductor":
-            raise UnsupportedError("backend='inductor' is not part of this version; use backend='aten' or 'auto'")
-        if self.backend not in ("aten", "auto"):
-            raise UnsupportedError(f"backend expects 'aten' or 'auto', came {self.backend!r}")
+        if self.backend not in ("aten", "inductor", "auto"):
+            raise UnsupportedError(f"backend expects 'aten', 'inductor' or 'auto', came {self.backend!r}")
         if self.max_signatures < 1:
             raise UnsupportedError(f"max_signatures expects at least 1, came {self.max_signatures}")
         if self.clip_grad_norm is not None and not self.clip_grad_norm > 0:
@@ -69,11 +67,6 @@ class CompileOptions:
                 "accumulate and clip_grad_norm are part of the update and need optimizer=; without it, accumulate by "
                 "calling backward() several times and clip with torch.nn.utils.clip_grad_norm_"
             )
-
-    @property
-    def backend_reason(self) -> str:
-        """Why the step runs on the backend it runs on."""
-        return "asked for" if self.backend == "aten" else "auto: the only backend of this version"
 
 
 def refuse_later_options(**options: Any) -> None:

@@ -20,8 +20,8 @@ values. Bytes are those of the program that ``reuse-last-use`` will leave.
 
 Nothing passes from the forward part into the backward part, so what is saved for backward stays the same. Effects,
 random draws, outputs and writes into the caller's memory keep their order. An operator that may allocate memory inside
-itself only moves to where less is held than where it was. Near-linear: two sweeps of local gains, then one plan; if that
-plan's peak were higher, everything would stay as it was.
+itself only moves to where less is held than where it was. Near-linear: two sweeps of local gains, then one plan; if the
+peak of that plan were higher, everything would stay as it was.
 """
 
 from __future__ import annotations
@@ -33,10 +33,11 @@ from torch import fx
 
 from graphopt.ir.lifetime_sweeps import improved_order
 from graphopt.ir.lifetimes import lifetimes_of
-from graphopt.ir.liveness import MemoryPlan, plan_memory, saved_bytes
+from graphopt.ir.liveness import MemoryPlan, plan_memory
 from graphopt.ir.ordering import body, reorder
 from graphopt.ir.program import Program, Stage
 from graphopt.ir.reuse import PlannedReuse, planned_reuse
+from graphopt.ir.storage import StorageMap, storage_map
 from graphopt.pipeline.pass_base import Changes, Pass
 
 
@@ -50,19 +51,21 @@ class OrderForLifetime(Pass):
 
     def apply(self, program: Program) -> Changes:
         """Sweep until nothing is gained: each round lowers the bytes held, summed over all operators."""
-        before = body(program)
-        held = _Held.by(program)
-        saved = saved_bytes(program)
+        before = current = body(program)
+        storages = storage_map(program)
+        held = _Held.by(program, storages)
         while True:
             levels = dict(zip(held.plan.order, held.plan.live_bytes, strict=True))
-            current = body(program)
-            reorder(program, improved_order(lifetimes_of(program, held.reuse), levels=levels))
-            improved = _Held.by(program)
-            if not improved.is_less_than(held) or saved_bytes(program) > saved:
+            improved = improved_order(lifetimes_of(program, held.reuse), levels=levels)
+            if improved == current:
+                break
+            reorder(program, improved)
+            now_held = _Held.by(program, storages)
+            if not now_held.is_less_than(held):
                 reorder(program, current)
                 break
-            held = improved
-        return Changes(_num_moved(before, body(program)))
+            current, held = improved, now_held
+        return Changes(_num_moved(before, current))
 
 
 @dataclass(frozen=True)
@@ -73,8 +76,8 @@ class _Held:
     plan: MemoryPlan
 
     @classmethod
-    def by(cls, program: Program) -> _Held:
-        reuse = planned_reuse(program)
+    def by(cls, program: Program, storages: StorageMap) -> _Held:
+        reuse = planned_reuse(program, storages)
         return cls(reuse, plan_memory(program, storages=reuse.storages))
 
     def is_less_than(self, other: _Held) -> bool:

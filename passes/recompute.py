@@ -23,17 +23,16 @@ With ``budget`` (``recompute{budget=2GiB}``) it fills the table first, as ``deci
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from torch import fx
 
 from graphopt.errors import ProgramError
 from graphopt.ir.decisions import Action
-from graphopt.ir.hazards import protect_backward_reads
+from graphopt.ir.hazards import protect_backward_reads, updates_parameters
 from graphopt.ir.liveness import no_workspace
 from graphopt.ir.program import Program, Stage
-from graphopt.ir.spec import OutputKind
 from graphopt.ir.twins import SUFFIX
 from graphopt.pipeline.pass_base import Changes, Numerics, Pass
 from graphopt.planner.decide import MemoryRequest, decide
@@ -53,6 +52,8 @@ class Recompute(Pass):
     numerics: ClassVar[Numerics] = Numerics.EXACT
 
     def apply(self, program: Program) -> Changes:
+        if Action.RECOMPUTE in program.decisions.executed:
+            return Changes(0)
         if self.budget is not None:
             program.decisions = decide(program, MemoryRequest(budget=self.budget), no_workspace)
         if not program.decisions.with_action(Action.RECOMPUTE):
@@ -61,7 +62,8 @@ class Recompute(Pass):
         choice = choice_of(graph, program.decisions)
         _check_repeatable(graph, choice)
         count = _insert_twins(program, graph, schedule(graph, choice))
-        if count and not program.signature.outputs_of(OutputKind.PARAM_UPDATE):
+        program.decisions = replace(program.decisions, executed=(*program.decisions.executed, Action.RECOMPUTE))
+        if count and not updates_parameters(program):
             # A module writes its buffers after the forward part; what runs again must read them as they were.
             protect_backward_reads(program)
         return Changes(count)

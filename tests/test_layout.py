@@ -35,7 +35,9 @@ IMPORTS: dict[str, frozenset[str]] = {
     "execute": frozenset({"errors", "ir", "optim", "capture"}),
     "report": frozenset({"errors", "ir", "pipeline", "capture", "execute"}),
     "train": frozenset({"errors", "ir", "execute"}),
-    "build": frozenset({"errors", "ir", "optim", "planner", "pipeline", "options", "capture", "execute", "report"}),
+    "build": frozenset(
+        {"errors", "ir", "optim", "checkpoint", "planner", "pipeline", "options", "capture", "execute", "report"}
+    ),
     "api": frozenset(
         {"errors", "ir", "optim", "checkpoint", "planner", "pipeline", "options", "capture", "execute", "build"}
     ),

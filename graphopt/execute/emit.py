@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import keyword
+import re
 from collections.abc import Sequence
 
 import torch
@@ -13,9 +14,10 @@ from graphopt.ir import ops
 from graphopt.ir.liveness import MemoryPlan, is_unpacked_at_once
 from graphopt.ir.program import Program, nodes_in
 from graphopt.ir.spec import UPDATE_KINDS
-from graphopt.ir.text import call_text, format_argument, one_line, value_text
+from graphopt.ir.text import call_text, format_argument, one_line, target_text, value_text
 
-_RESERVED = frozenset({"torch", "aten", "graphopt", "constants", "inputs", "carried"})
+_RESERVED = frozenset({"torch", "aten", "graphopt", "constants", "inputs", "carried", "boxed"})
+_REGION_NAME = re.compile(r"region_\d+")
 _COMMENT_COLUMN = 84
 
 HEADER = '''"""The step that runs, emitted by graphopt: {title}.
@@ -122,7 +124,8 @@ class _Emitter:
             comment = " | ".join(
                 part for part in (value_text(node.meta.get("val")), str(self.program.origin(node))) if part
             )
-            lines.append(_with_comment(f"{target} = {self._call(node)}", comment))
+            call, freed = self._call_and_frees(node, freed)
+            lines += [*call[:-1], _with_comment(f"{target} = {call[-1]}", comment)]
             freed = [*spare, *freed]
         for write in self.plan.write_after[index]:
             lines.append(f"{_name(write.target)}.copy_({_name(write.value)})")
@@ -147,6 +150,21 @@ class _Emitter:
             spare += [] if i in getitems else ["_"]
         return f"({', '.join(names)},)" if names else "_", spare
 
+    def _call_and_frees(self, node: fx.Node, freed: list[str]) -> tuple[list[str], list[str]]:
+        """Lines of which the last is the call, and the names to delete behind it.
+
+        What takes its inputs in a list empties it: names whose last use it is are deleted before, so that their memory
+        is freed inside.
+        """
+        if not hasattr(node.target, "boxed"):
+            return [self._call(node)], freed
+        arguments = [format_argument(argument) for argument in node.args]
+        dying = [name for name in freed if name in arguments]
+        if not dying:
+            return [f"{target_text(node.target)}([{', '.join(arguments)}])"], freed
+        before = [f"boxed = [{', '.join(arguments)}]", f"del {', '.join(dict.fromkeys(dying))}"]
+        return [*before, f"{target_text(node.target)}(boxed)"], [name for name in freed if name not in dying]
+
     def _call(self, node: fx.Node) -> str:
         text = call_text(self.program, node)
         if isinstance(node.target, torch._ops.OpOverload) and node.target.namespace not in ("aten", "graphopt"):
@@ -168,7 +186,8 @@ def _name(node: fx.Node) -> str:
 def rename_reserved(program: Program) -> None:
     """Rename nodes whose names would hide what the emitted code itself uses."""
     for node in program.graph.nodes:
-        if node.name in _RESERVED or keyword.iskeyword(node.name) or node.name == "_":
+        is_taken = node.name in _RESERVED or _REGION_NAME.fullmatch(node.name) is not None
+        if is_taken or keyword.iskeyword(node.name) or node.name == "_":
             node._rename(f"{node.name}_value")
 
 

@@ -9,11 +9,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from graphopt.execute.backend import ATEN, Backend
 from graphopt.execute.emit import emit_source, produced_outputs, rename_reserved
 from graphopt.execute.far_memory import FarMemory
 from graphopt.execute.offload import OffloadEngine
+from graphopt.execute.region_workspace import RegionWorkspace
 from graphopt.execute.segments import Segment, split_segments
-from graphopt.execute.workspace import MeasuredWorkspace
 from graphopt.ir import ops
 from graphopt.ir.liveness import MemoryPlan, plan_memory
 from graphopt.ir.program import Program
@@ -41,6 +42,7 @@ class Executable:
     source: str
     segments: tuple[CompiledSegment, ...]
     offload: OffloadEngine | None = None
+    backend: Backend = ATEN
 
     def run(self, inputs: Sequence[Any]) -> list[Any]:
         """All outputs by position; None for updates, which have been written, except those written at the end."""
@@ -67,12 +69,14 @@ def run_before_commit(executable: Executable, inputs: Sequence[Any], outputs: li
     return carried
 
 
-def build_executable(program: Program, *, title: str, far_memory: FarMemory | None = None) -> Executable:
+def build_executable(
+    program: Program, *, title: str, far_memory: FarMemory | None = None, backend: Backend = ATEN
+) -> Executable:
     """Plan, emit and compile ``program``; what it offloads goes to ``far_memory``."""
     program = program.copy()
     rename_reserved(program)
     program.finish()
-    workspace = MeasuredWorkspace()
+    workspace = RegionWorkspace()
     workspace.learn(program)
     plan = plan_memory(program, workspace=workspace)
     source = emit_source(program, plan, title=title)
@@ -82,6 +86,7 @@ def build_executable(program: Program, *, title: str, far_memory: FarMemory | No
     namespace: dict[str, Any] = {
         "constants": {str(node.target): program.constant(node) for node in program.constants()}
     }
+    namespace |= {node.target.__name__: node.target.boxed for node in program.ops() if hasattr(node.target, "boxed")}  # type: ignore[union-attr]
     exec(compile(source, filename, "exec"), namespace)
     engine = OffloadEngine(far_memory) if any(ops.is_transfer(node) for node in plan.order) else None
     parts: tuple[Segment, ...] = split_segments(program, plan)
@@ -91,6 +96,6 @@ def build_executable(program: Program, *, title: str, far_memory: FarMemory | No
         )
         for part, function in zip(parts, namespace["SEGMENTS"], strict=True)
     )
-    executable = Executable(program, plan, source, compiled, engine)
+    executable = Executable(program, plan, source, compiled, engine, backend)
     weakref.finalize(executable, linecache.cache.pop, filename, None)
     return executable

@@ -22,7 +22,8 @@ class Action(StrEnum):
 @dataclass(frozen=True)
 class Decision:
     """One value's fate. ``value``: its node's name; ``nbytes``: what its storage holds; ``seconds``: what the action
-    costs by the cost model; ``copies``: how many times it is computed again; ``source``: where it comes from.
+    costs by the cost model; ``copies``: how many times it is computed again; ``source``: where it comes from;
+    ``again_at``: names of the backward calls from which on a copy of its own is read (none: one, or as phases say).
     """
 
     value: str
@@ -32,6 +33,7 @@ class Decision:
     reason: str
     source: str = ""
     copies: int = 0
+    again_at: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -40,13 +42,14 @@ class DecisionTable:
     a reader should know beyond the rows (the smallest feasible budget, how far the search went).
 
     ``phases``: names of the backward calls at which a phase begins; a value that is computed again more than once is
-    so once in each phase that needs it.
+    so once in each phase that needs it. ``executed``: actions that the program has been rewritten for.
     """
 
     policy: str = "save everything"
     rows: tuple[Decision, ...] = ()
     phases: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    executed: tuple[Action, ...] = ()
 
     def of(self, value: str) -> Decision | None:
         """The decision about the value called ``value``, if there is one."""

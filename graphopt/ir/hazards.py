@@ -40,6 +40,21 @@ def separate_updates(program: Program) -> int:
     return count
 
 
+def updates_parameters(program: Program) -> bool:
+    """Whether ``program`` is a step with its update: its buffers are written at its end, behind all that reads them."""
+    return any(True for _ in program.signature.outputs_of(OutputKind.PARAM_UPDATE))
+
+
+def guarded_inputs(program: Program) -> tuple[fx.Node, ...]:
+    """Inputs that ``protect_backward_reads`` copies if the backward reads them: written after the forward part."""
+    if updates_parameters(program):
+        return ()
+    outputs = program.signature.outputs
+    return tuple(
+        target for position, target in _targets(program).items() if outputs[position].kind in _WRITTEN_AFTER_FORWARD
+    )
+
+
 def protect_backward_reads(program: Program) -> int:
     """Let the backward read copies of inputs that are overwritten between forward and backward; returns how many.
 

@@ -12,11 +12,12 @@ from graphopt.ir.storage import tensors_in
 def hoist(program: Program, value: fx.Node, anchor: fx.Node, *, max_bytes: int) -> bool:
     """Whether ``value`` is computed before ``anchor`` now; nothing moves if not.
 
-    Only pure calls move, each of at most ``max_bytes``, and none that needs ``anchor`` or a result of it.
+    Only constants and pure calls move, the latter of at most ``max_bytes`` each, and none that needs ``anchor`` or a
+    result of it.
     """
     order = {node: i for i, node in enumerate(program.graph.nodes)}
     late = _late_ancestors(value, order, order[anchor])
-    if anchor in late or not all(ops.is_pure(node) and _nbytes(node) <= max_bytes for node in late):
+    if anchor in late or not all(_can_move(node, max_bytes) for node in late):
         return False
     for node in sorted(late, key=order.__getitem__):
         anchor.prepend(node)
@@ -33,6 +34,10 @@ def _late_ancestors(value: fx.Node, order: dict[fx.Node, int], limit: int) -> se
             found.add(node)
             waiting += node.all_input_nodes
     return found
+
+
+def _can_move(node: fx.Node, max_bytes: int) -> bool:
+    return node.op == "get_attr" or (ops.is_pure(node) and _nbytes(node) <= max_bytes)
 
 
 def _nbytes(node: fx.Node) -> int:

@@ -143,7 +143,7 @@ class _Sinking(_Sweep):
 
 
 def improved_order(facts: Lifetimes, *, levels: dict[fx.Node, int]) -> tuple[fx.Node, ...]:
-    """The order after both sweeps; ``levels``: bytes held while each node runs now. Nothing moves above their maximum."""
+    """The order after both sweeps; ``levels``: bytes held while each node runs now, whose maximum is never passed."""
     most_bytes = max(levels.values(), default=0)
     for sweep in (_Hoisting, _Sinking):
         made = sweep(facts, most_bytes, dict(levels))

@@ -105,11 +105,16 @@ def saved_bytes(program: Program) -> int:
 
 
 def forward_end(program: Program) -> int:
-    """How many of ``program.ops()`` belong to the forward part: all up to the first that a tangent reaches, or that
-    runs again for the backward part."""
+    """How many of ``program.ops()`` belong to the forward part: all up to the first that a tangent reaches.
+
+    Calls that run again right before that one do so for the backward part, and belong to it.
+    """
     backward = backward_nodes(program)
     order = program.ops()
-    return next((i for i, node in enumerate(order) if node in backward or is_twin(node)), len(order))
+    split = next((i for i, node in enumerate(order) if node in backward), len(order))
+    while 0 < split < len(order) and is_twin(order[split - 1]):
+        split -= 1
+    return split
 
 
 def backward_nodes(program: Program) -> set[fx.Node]:

@@ -39,6 +39,9 @@ NEVER_RANDOM = frozenset(
     }
 )
 
+# ``empty_like(x).bernoulli_(p)``, with the probability as a number.
+DRAWS_BY_SHAPE = frozenset({aten.bernoulli.p})
+
 # They check or announce something and return nothing that a graph could depend on.
 EFFECTS = frozenset(
     {
@@ -100,6 +103,9 @@ ATTENTION = frozenset(
         aten._scaled_dot_product_cudnn_attention.default,
     }
 )
+
+# The first result has the shape of the first argument; the others are statistics, one number for each row.
+ROW_NORMALISATIONS = frozenset({aten.native_layer_norm.default, aten._fused_rms_norm.default})
 
 FACTORIES = frozenset(
     {

@@ -56,9 +56,17 @@ def is_random(node: fx.Node) -> bool:
     return argument(node, position, name, idle) != idle
 
 
+def draws_by_shape(node: fx.Node) -> bool:
+    """Whether ``node`` draws numbers that depend on the shape and the layout of its argument, not on its content."""
+    return overload(node) in tables.DRAWS_BY_SHAPE
+
+
 def mutated_arguments(node: fx.Node) -> Iterator[fx.Node]:
     """The argument nodes that ``node`` writes into, from its schema (and where the schema does not tell)."""
     op = overload(node)
+    # A target that is no operator, such as a compiled region, has no schema and says by itself what it writes.
+    for position in () if op is not None else getattr(node.target, "written_arguments", ()):
+        yield node.args[position]  # type: ignore[misc]
     if writes_running_statistics(node):
         yield from (item for item in node.args[3:5] if isinstance(item, fx.Node))
     if op is None or not op._schema.is_mutable:
@@ -149,6 +157,13 @@ def is_matmul(node: fx.Node) -> bool:
 def is_attention(node: fx.Node) -> bool:
     """Whether ``node`` is a fused attention product."""
     return overload(node) in tables.ATTENTION
+
+
+def is_normalised_row(node: fx.Node) -> bool:
+    """Whether ``node`` is the main result of a layer or RMS normalisation: a reduction over rows, then pointwise."""
+    if not is_getitem(node) or node.args[1] != 0:
+        return False
+    return overload(node.args[0]) in tables.ROW_NORMALISATIONS  # type: ignore[arg-type, operator]
 
 
 def copied_argument(node: fx.Node) -> fx.Node | None:

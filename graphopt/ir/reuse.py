@@ -28,9 +28,9 @@ class PlannedReuse:
     operand: Mapping[fx.Node, fx.Node]
 
 
-def planned_reuse(program: Program) -> PlannedReuse:
-    """The PlannedReuse of ``program``, which is left as it is."""
-    storages = storage_map(program)
+def planned_reuse(program: Program, storages: StorageMap | None = None) -> PlannedReuse:
+    """The PlannedReuse of ``program``, which is left as it is; ``storages``: its own, if known, in any order."""
+    storages = storages or storage_map(program)
     facts = DyingOperands(program, storages)
     written: dict[fx.Node, fx.Node] = {}
     for node in program.ops():
@@ -55,7 +55,7 @@ class DyingOperands:
         self.last_use: dict[int, int] = {}
         for node, position in self.position.items():
             for argument in node.all_input_nodes:
-                for number in storages.held[argument]:
+                for number in _read(storages, node, argument):
                     self.last_use[number] = position
         self.lazy = {number for node, number in self.storage.items() if _is_lazy(program.value(node))}
         self.written = _storages_with_update(program, self.storage)
@@ -111,6 +111,13 @@ class DyingOperands:
         self.last_use[new] = max(self.last_use.get(old, -1), self.position[node])
         if old in self.kept:
             self.kept.add(new)
+
+
+def _read(storages: StorageMap, node: fx.Node, argument: fx.Node) -> tuple[int, ...]:
+    """The storages of ``argument`` that ``node`` reads: who picks one element of a tuple does not read the others."""
+    if not ops.is_getitem(node):
+        return storages.held[argument]
+    return tuple(number for number in storages.held[argument] if number in storages.held[node])
 
 
 def _is_lazy(value: object) -> bool:

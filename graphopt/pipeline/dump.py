@@ -76,6 +76,10 @@ class Dump:
             self._start_twin(self.folder, name)
         self._add(name, program.text())
 
+    def attach(self, name: str, text: str) -> None:
+        """Write a file beside the texts of the stages, such as what compiled regions hold."""
+        self._write(name, text)
+
     def observe(self, event: PassEvent) -> None:
         """Write what a pass made, and the difference to what it was given."""
         before, after = event.before.text(), event.after.text()

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from graphopt.planner.chain import Menu, choose, combined
+from graphopt.planner.local_search import LARGEST_GRAPH, LocalSearch
 from graphopt.planner.menu import kept_by_segment, peaks_by_segment, simulated_menu
 from graphopt.planner.polish import polish
 from graphopt.planner.segments import Segments, cut_segments
@@ -50,6 +51,8 @@ def search_frontier(graph: StepGraph) -> Frontier:
         best = _pareto(outcomes).best(limit)
         if best is not None and best.seconds:
             outcomes.append(polish(graph, best, limit))
+    if graph.num_nodes <= LARGEST_GRAPH:
+        outcomes = LocalSearch(graph, outcomes).run()
     return _pareto(outcomes)
 
 

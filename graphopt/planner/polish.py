@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from graphopt.planner.schedule import Choice
 from graphopt.planner.simulate import Outcome, simulate
 from graphopt.planner.step_graph import StepGraph
 
@@ -45,9 +44,7 @@ def _filled(graph: StepGraph, outcome: Outcome, limit_bytes: int) -> Outcome | N
     for _ in range(_TRIES):
         if not kept:
             return None
-        choice = outcome.choice
-        dropped = choice.dropped - set(kept)
-        found = simulate(graph, Choice(dropped, choice.renewed & dropped, choice.phases))
+        found = simulate(graph, outcome.choice.keeping(frozenset(kept)))
         if found.peak_bytes <= limit_bytes and found.seconds < outcome.seconds:
             return found
         kept = kept[: len(kept) // 2]

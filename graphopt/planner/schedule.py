@@ -2,7 +2,9 @@
 
 Demand-driven: a dropped value is computed again right before the first late call that needs it, from values that are
 there or are themselves computed again, in the order of the forward part. It then stays until its last use; a value in
-``renewed`` stays only to the end of the phase, and is computed once more in the next phase that needs it.
+``renewed`` stays only to the end of the phase, and is computed once more in the next phase that needs it. ``cuts`` says
+the same of one value more finely: late calls up to the first cut read the value as it was made, those from one cut to
+the next share a copy. Every way to run forward calls again in the backward part is a set of cuts.
 """
 
 from __future__ import annotations
@@ -13,23 +15,36 @@ from dataclasses import dataclass
 
 from graphopt.planner.step_graph import StepGraph
 
-ORIGINAL = -1
-"""The copy number of a value as the program computes it; others are phase numbers."""
-
 
 @dataclass(frozen=True)
 class Choice:
-    """What is decided about storages: those dropped after the forward part, those of them renewed in every phase, those
-    of them that come back from host memory instead of being computed, and the late nodes at which phases begin."""
+    """What is decided about storages: those dropped after the forward part, those of them renewed in every phase, and
+    the late nodes at which phases begin (in order). ``cuts``: (storage, late nodes in order) of dropped storages whose
+    copies begin at nodes of their own. ``offloaded``: dropped storages that come back from host memory instead of being
+    computed."""
 
     dropped: frozenset[int] = frozenset()
     renewed: frozenset[int] = frozenset()
     phases: tuple[int, ...] = ()
+    cuts: tuple[tuple[int, tuple[int, ...]], ...] = ()
     offloaded: frozenset[int] = frozenset()
 
-    def phase_at(self, late: int) -> int:
-        """The number of the phase that the late node belongs to."""
-        return bisect_right(self.phases, late)
+    def cuts_by_storage(self, first_late: int) -> dict[int, tuple[int, ...]]:
+        """The cuts of every dropped storage."""
+        in_phases = (first_late, *(phase for phase in self.phases if phase > first_late))
+        found = {s: in_phases if s in self.renewed else (first_late,) for s in self.dropped}
+        return found | dict(self.cuts)
+
+    def keeping(self, storages: frozenset[int]) -> Choice:
+        """This choice with ``storages`` kept."""
+        cuts = tuple((s, places) for s, places in self.cuts if s not in storages)
+        return Choice(self.dropped - storages, self.renewed - storages, self.phases, cuts, self.offloaded - storages)
+
+    @classmethod
+    def of_cuts(cls, cuts: dict[int, tuple[int, ...]]) -> Choice:
+        """The choice with exactly these cuts."""
+        places = tuple(sorted((s, found) for s, found in cuts.items() if found))
+        return cls(frozenset(s for s, _ in places), cuts=places)
 
 
 KEEP_ALL = Choice()
@@ -66,15 +81,12 @@ class _Building:
         self.is_twin: list[bool] = []
         self.anchor: list[int] = []
         self.original: list[int] = [-1] * graph.num_nodes
-        self.twins: dict[tuple[int, int], int] = {}
-        dropped, held = choice.dropped, graph.held
-        self.is_gone = [
-            graph.is_call[i] and i < graph.first_late and any(s in dropped for s in held[i])
-            for i in range(graph.num_nodes)
-        ]
-        self.is_renewed = [
-            self.is_gone[i] and any(s in choice.renewed for s in held[i]) for i in range(graph.num_nodes)
-        ]
+        self.twins: dict[tuple[int, tuple[int, ...]], int] = {}
+        cuts = choice.cuts_by_storage(graph.first_late)
+        self.cuts: list[tuple[tuple[int, ...], ...]] = [()] * graph.num_nodes
+        for i in range(graph.first_late):
+            if graph.is_call[i]:
+                self.cuts[i] = tuple(cuts[s] for s in graph.held[i] if s in cuts)
 
     def run_original(self, i: int) -> None:
         original = self.original
@@ -82,30 +94,33 @@ class _Building:
 
     def run_late(self, i: int) -> None:
         arguments = self.graph.arguments[i]
-        if any(self.is_gone[a] for a in arguments):
+        if any(self.cuts[a] for a in arguments):
             self._run_again(arguments, i)
-        phase = self.choice.phase_at(i)
-        self._append(i, tuple(self._entry(a, phase) for a in arguments), twin=False, anchor=i)
+        self._append(i, tuple(self._entry(a, i) for a in arguments), twin=False, anchor=i)
 
-    def _entry(self, i: int, phase: int) -> int:
-        return self.twins[self._key(i, phase)] if self.is_gone[i] else self.original[i]
+    def _copy(self, i: int, late: int) -> tuple[int, ...]:
+        """Which copy of node ``i`` is read at the late node ``late``, by number for each storage it holds that has
+        cuts; empty for the node as the forward part runs it."""
+        copy = tuple(bisect_right(places, late) for places in self.cuts[i])
+        return copy if any(copy) else ()
 
-    def _key(self, i: int, phase: int) -> tuple[int, int]:
-        return (i, phase if self.is_renewed[i] else ORIGINAL)
+    def _entry(self, i: int, late: int) -> int:
+        copy = self._copy(i, late) if self.cuts[i] else ()
+        return self.twins[i, copy] if copy else self.original[i]
 
     def _run_again(self, wanted: Sequence[int], anchor: int) -> None:
-        phase = self.choice.phase_at(anchor)
-        needed: set[int] = set()
-        stack = [i for i in wanted if self.is_gone[i]]
+        needed: dict[int, tuple[int, ...]] = {}
+        stack = [i for i in wanted if self.cuts[i]]
         while stack:
             i = stack.pop()
-            if i in needed or self._key(i, phase) in self.twins:
+            copy = self._copy(i, anchor)
+            if not copy or i in needed or (i, copy) in self.twins:
                 continue
-            needed.add(i)
-            stack.extend(a for a in self._sources(i) if self.is_gone[a])
+            needed[i] = copy
+            stack.extend(a for a in self._sources(i) if self.cuts[a])
         for i in sorted(needed):
-            arguments = tuple(self._entry(a, phase) for a in self._sources(i))
-            self.twins[self._key(i, phase)] = len(self.node)
+            arguments = tuple(self._entry(a, anchor) for a in self._sources(i))
+            self.twins[i, needed[i]] = len(self.node)
             self._append(i, arguments, twin=True, anchor=anchor)
 
     def _sources(self, i: int) -> tuple[int, ...]:

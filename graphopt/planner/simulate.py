@@ -98,6 +98,9 @@ class _Simulation:
                 changes[start] += self.nbytes[n]
                 if death[n] < len(order.node):
                     changes[death[n] + 1] -= self.nbytes[n]
+        for s, last in self._copies().items():
+            changes[0] += graph.nbytes[s]
+            changes[last + 1] -= graph.nbytes[s]
         live, level, peak, peak_at = [0] * len(order.node), 0, 0, 0
         for k, i in enumerate(order.node):
             level += changes[k]
@@ -105,6 +108,22 @@ class _Simulation:
             if live[k] > peak:
                 peak, peak_at = live[k], k
         return Outcome(self.choice, order, live, peak, peak_at, seconds, self.content, self.nbytes, born, death)
+
+    def _copies(self) -> dict[int, int]:
+        """Guarded storages that something reads again, of which a copy is made first, and the entry it is held until.
+
+        Never too few bytes: a pointwise call may write into the copy when that dies, which is not counted.
+        """
+        if not self.graph.guarded:
+            return {}
+        again = {
+            n
+            for arguments, twin in zip(self.order.arguments, self.order.is_twin, strict=True)
+            if twin
+            for a in arguments
+            for _, n in self.storage[a]
+        }
+        return {s: self.last_read[-1 - s] for s in sorted(self.graph.guarded) if -1 - s in again}
 
     def _kept(self) -> set[int]:
         """Numbers that nothing may write into: they leave the program or belong to the caller."""

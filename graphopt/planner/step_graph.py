@@ -8,6 +8,7 @@ import torch
 from torch import fx
 
 from graphopt.ir import ops
+from graphopt.ir.hazards import guarded_inputs
 from graphopt.ir.in_place import has_in_place_form
 from graphopt.ir.liveness import Workspace, forward_end
 from graphopt.ir.program import Program, nodes_in
@@ -23,6 +24,7 @@ class StepGraph:
     those that it allocates; ``maker[s]``: the node that allocates storage s; ``value[s]``: the node that stands for the
     storage's content; ``resident[s]``: whether it belongs to the caller. ``reusable[i]``: arguments whose memory call i
     can write its result into, if they die there. ``overwritten``: resident storages that the step updates in place.
+    ``guarded``: resident storages that are written after the forward part, so that calls that run again read a copy.
     ``returned``: nodes that leave the program; ``writes``: (value, target) of updates written as soon as possible.
     ``first_late``: the first call of the backward part. ``repeatable[i]``: whether running call i again gives the same
     and leaves no trace. ``seconds[i]``: what it costs by the cost model; ``workspace[i]``: bytes inside it.
@@ -38,6 +40,7 @@ class StepGraph:
     nbytes: tuple[int, ...]
     resident: tuple[bool, ...]
     overwritten: frozenset[int]
+    guarded: frozenset[int]
     returned: frozenset[int]
     writes: tuple[tuple[int, int], ...]
     reusable: tuple[tuple[int, ...], ...]
@@ -86,6 +89,7 @@ def step_graph(program: Program, *, seconds: dict[fx.Node, float], workspace: Wo
         nbytes=storages.nbytes,
         resident=tuple(s in storages.resident for s in range(len(storages.nbytes))),
         overwritten=_overwritten(program, storages.held),
+        guarded=frozenset(s for node in guarded_inputs(program) for s in storages.held[node]),
         returned=_returned(program, index),
         writes=_writes(program, storages.held, index),
         reusable=tuple(_reusable(program, node, storages.held, storages.nbytes, index) for node in nodes),

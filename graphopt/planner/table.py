@@ -33,6 +33,7 @@ def decision_table(
         if s in outcome.choice.dropped
     )
     saved = _saved_storages(graph, outcome)
+    cuts = dict(outcome.choice.cuts)
     rows = []
     for s in graph.early_storages():
         if not copies[s] and s not in saved:
@@ -51,6 +52,7 @@ def decision_table(
                 reason=(reasons or {}).get(s) or (_why_again(outcome, s) if again else _why_saved(graph, s)),
                 source=str(program.origin(node)),
                 copies=copies[s],
+                again_at=tuple(graph.nodes[i].name for i in cuts.get(s, ())) if again else (),
             )
         )
     phases = tuple(graph.nodes[i].name for i in outcome.choice.phases) if outcome.choice.renewed else ()
@@ -67,13 +69,15 @@ def choice_of(graph: StepGraph, table: DecisionTable) -> Choice:
     """The Choice that ``table`` stands for. Raises ProgramError if it is about values that are not there."""
     by_name = {node.name: i for i, node in enumerate(graph.nodes)}
     again = table.with_action(Action.RECOMPUTE)
-    lost = [name for name in (*(row.value for row in again), *table.phases) if name not in by_name]
+    named = (*(row.value for row in again), *(place for row in again for place in row.again_at), *table.phases)
+    lost = [name for name in named if name not in by_name]
     if lost:
         raise ProgramError(f"decisions are about {lost[0]}, which the program does not have: decide again")
     storage = {row.value: graph.held[by_name[row.value]][0] for row in again}
     phases = tuple(sorted(by_name[name] for name in table.phases))
-    renewed = frozenset(storage[row.value] for row in again if row.copies > 1)
-    return Choice(frozenset(storage.values()), renewed, phases)
+    renewed = frozenset(storage[row.value] for row in again if row.copies > 1 and not row.again_at)
+    cuts = {storage[row.value]: tuple(sorted(by_name[name] for name in row.again_at)) for row in again if row.again_at}
+    return Choice(frozenset(storage.values()), renewed, phases, tuple(sorted(cuts.items())))
 
 
 def _saved_storages(graph: StepGraph, outcome: Outcome) -> set[int]:
@@ -90,6 +94,8 @@ def _saved_storages(graph: StepGraph, outcome: Outcome) -> set[int]:
 
 
 def _why_again(outcome: Outcome, s: int) -> str:
+    if s in dict(outcome.choice.cuts):
+        return "computed again at the calls named, when needed from there on"
     return "computed again in each phase that needs it" if s in outcome.choice.renewed else "computed again when needed"
 
 

@@ -21,8 +21,6 @@ def build_report(
     executable: Executable,
     *,
     measured: MemoryTrace | None = None,
-    backend: str = "aten",
-    backend_reason: str = "",
     notes: Sequence[str] = (),
     title: str = "",
 ) -> Report:
@@ -39,9 +37,9 @@ def build_report(
         measured_peak_bytes=measured.peak_bytes if measured is not None else None,
         timeline=_timeline(plan, split_segments(program)),
         largest=_largest(program, storages, classifier, peak),
-        backend=backend,
-        backend_reason=backend_reason,
-        notes=tuple(notes),
+        backend=executable.backend.name,
+        backend_reason=executable.backend.reason,
+        notes=(*executable.backend.notes, *notes),
         title=title or f"graphopt {program.stage} program",
         decisions=program.decisions,
     )

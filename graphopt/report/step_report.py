@@ -23,8 +23,6 @@ def step_report(executable: Executable, options: Any, *, measure: bool, notes: S
     return build_report(
         executable,
         measured=measure_executable(executable) if measure else None,
-        backend="aten",
-        backend_reason=options.backend_reason,
         notes=(*notes, *offload_notes(executable)),
     )
 

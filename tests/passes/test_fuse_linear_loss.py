@@ -226,7 +226,7 @@ def test_chunk_can_be_changed_later():
 
 @pytest.mark.parametrize(
     ("rows", "classes", "features", "expected"),
-    [(1022, 32_000, 768, 128), (64, 128_256, 2048, 64), (8192, 128_256, 4096, 773), (2044, 256, 512, 2044)],
+    [(1022, 32_000, 768, 128), (64, 128_256, 2048, 64), (8192, 128_256, 4096, 773), (2044, 256, 512, 511)],
 )
 def test_default_chunk_follows_the_gradients(rows, classes, features, expected):
     assert default_chunk(rows, classes, features) == expected

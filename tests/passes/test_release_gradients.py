@@ -12,6 +12,7 @@ import graphopt
 from graphopt import optim
 from graphopt.build import training_program
 from graphopt.capture.update import GRAD_NORM, UpdateBucket, UpdateRequest, append_window, window_update_program
+from graphopt.execute.executable import build_executable
 from graphopt.ir import ops
 from graphopt.ir.decisions import Action
 from graphopt.ir.liveness import plan_memory
@@ -24,11 +25,14 @@ from graphopt.passes.drop_dead import DropDead
 from graphopt.passes.release_gradients import ReleaseGradients
 from graphopt.passes.reuse_last_use import ReuseLastUse
 from graphopt.pipeline.pipeline import Pipeline
+from graphopt.report.step_report import measure_executable
 from tests.support.graphs import run_pass
 from tests.support.models import tiny_model
 from tests.support.steps import step_program, two_layers
 
 FLOAT_BYTES = 4
+# A Python number among tensors becomes, while its operator runs, a double and a number of the operand's dtype.
+NUMBER_BYTES = 8 + FLOAT_BYTES
 aten = torch.ops.aten
 
 
@@ -278,22 +282,22 @@ def test_predicted_peak_is_measured_and_never_higher(name):
         step(**tiny.batch)
         reports.append(step.report(measure=True))
     on, off = reports
-    assert on.measured_peak_bytes == on.predicted_peak_bytes <= off.predicted_peak_bytes
+    assert 0 <= on.measured_peak_bytes - on.predicted_peak_bytes <= NUMBER_BYTES
+    assert on.predicted_peak_bytes <= off.predicted_peak_bytes
 
 
 def test_measured_peak_falls_by_the_gradients_that_lived_together():
     depth, width = 8, 64
-    x, layer_bytes = torch.randn(2, 64), width * width * FLOAT_BYTES
+    before = step_program(Stack(depth, width), {"x": torch.randn(2, width)}, clip=False)
+    layer_bytes = width * width * FLOAT_BYTES
+    # Activations (2 x 64 each) and numbers are alive beside the one gradient; beside all of them, nothing else is.
+    beside_bytes = (depth + 2) * 2 * width * FLOAT_BYTES + 64
     peaks = []
-    for release in (True, False):
-        step = graphopt.compile(
-            Stack(depth, width), outputs=["loss"], optimizer=optim.AdamW(), release_gradients=release
-        )
-        step(x)
-        report = step.report(measure=True)
-        assert report.measured_peak_bytes == report.predicted_peak_bytes
-        peaks.append(report.measured_peak_bytes)
-    # One gradient at a time instead of all; activations (2 x 64 each) are alive with it and not with all.
-    activation_bytes = (depth + 2) * 2 * width * FLOAT_BYTES
-    assert peaks[1] - peaks[0] >= (depth - 1) * layer_bytes - activation_bytes
-    assert peaks[0] <= layer_bytes + activation_bytes
+    for passes in ((Dedupe(), DropDead(), ReuseLastUse()), (Dedupe(), DropDead(), ReleaseGradients(), ReuseLastUse())):
+        executable = build_executable(Pipeline(passes).run(before), title="test")
+        measured = measure_executable(executable).peak_bytes
+        assert 0 <= measured - executable.plan.peak_bytes <= NUMBER_BYTES
+        peaks.append(executable.plan.peak_bytes)
+    together, one_by_one = peaks
+    assert depth * layer_bytes <= together <= depth * layer_bytes + beside_bytes
+    assert layer_bytes <= one_by_one <= layer_bytes + beside_bytes

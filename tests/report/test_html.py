@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from graphopt.execute.backend import Backend
 from graphopt.ir.program import Origin
 from graphopt.pipeline.pass_base import Refusal
 from graphopt.report.build import build_report
@@ -70,7 +71,8 @@ def hostile_report() -> Report:
     program.origins = dict.fromkeys(program.origins, Origin(f"body.{PAYLOAD}", f"{QUOTES}.py:1", f"x = {PAYLOAD}"))
     record = replace(program.history[0], name=PAYLOAD + QUOTES, refusals=(Refusal(PAYLOAD, PAYLOAD),))
     program.history = (record, *program.history[1:])
-    report = build_report(executable, backend_reason=PAYLOAD, notes=(PAYLOAD,), title=PAYLOAD)
+    executable = replace(executable, backend=Backend("aten", PAYLOAD))
+    report = build_report(executable, notes=(PAYLOAD,), title=PAYLOAD)
     points = tuple(replace(point, op=PAYLOAD + QUOTES, segment=PAYLOAD + QUOTES) for point in report.timeline)
     values = tuple(replace(value, name=PAYLOAD, spec=PAYLOAD, memory_class=PAYLOAD) for value in report.largest)
     return replace(report, timeline=points, largest=values, backend=PAYLOAD)
