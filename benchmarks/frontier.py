@@ -7,7 +7,8 @@ One run measures them all: eager, transformers' gradient checkpointing, torch.co
 budget, and graphopt keeping everything, at budgets down to the smallest feasible, and at exactly the peak of each peer.
 Peaks are the allocator's, in one steady-state step, above what rests between steps. Seconds are of interleaved rounds:
 every point takes turns with eager, and a point at a peer's peak with that peer too. A contender that fails leaves a row
-that says why. A run that was cut short leaves its rows in a ``.partial`` file, which ``--resume`` takes over.
+that says why. ``--resume`` takes over rows that are there: of a run that was cut short, which leaves them in a
+``.partial`` file, or of one with fewer backends or peers.
 """
 
 from __future__ import annotations
@@ -63,15 +64,21 @@ def measure_frontier(
         yield rows.get(figures.key, Row(subject, machine, figures))
 
 
-def keep_rows(path: Path, rows: Iterator[FrontierRow]) -> Iterator[FrontierRow]:
-    """The rows, each handed on once it is written; ``path`` is replaced at the end, a cut run leaves its partial."""
+def keep_rows(path: Path, rows: Iterator[FrontierRow], old: tuple[FrontierRow, ...] = ()) -> Iterator[FrontierRow]:
+    """The rows, each handed on once it is written; ``path`` is replaced at the end. A cut run leaves its partial, with
+    the ``old`` rows that it had not come to."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = partial_path(path)
+    partial, kept = partial_path(path), []
     with partial.open("w") as stream:
+        stream.write("".join(map(_line, old)))
+        stream.flush()
         for row in rows:
-            stream.write(json.dumps(asdict(row)) + "\n")
-            stream.flush()
+            kept.append(row)
+            if row not in old:
+                stream.write(_line(row))
+                stream.flush()
             yield row
+    partial.write_text("".join(map(_line, kept)))
     partial.replace(path)
 
 
@@ -81,13 +88,18 @@ def partial_path(path: Path) -> Path:
 
 
 def old_rows(path: Path, *, rounds: int) -> tuple[FrontierRow, ...]:
-    """The rows of as many rounds that a cut run has left beside ``path``; what failed there is tried again."""
+    """The rows of as many rounds in ``path`` and in what a cut run has left beside it; what failed is tried again."""
     partial = partial_path(path)
-    if not partial.exists():
-        return ()
-    complete = partial.read_text().rpartition("\n")[0]
-    partial.write_text(complete + "\n" if complete else "")
-    return tuple(row for row in load_rows(partial, FrontierFigures) if len(row.figures.own_seconds) == rounds)
+    if partial.exists():
+        complete, newline, _ = partial.read_text().rpartition("\n")  # a cut run may end inside a line
+        partial.write_text(complete + newline)
+    rows = [row for file in (path, partial) if file.exists() for row in load_rows(file, FrontierFigures)]
+    newest = {row.figures.key: row for row in rows}
+    return tuple(row for row in newest.values() if len(row.figures.own_seconds) == rounds)
+
+
+def _line(row: FrontierRow) -> str:
+    return json.dumps(asdict(row)) + "\n"
 
 
 def chosen_backends(text: str) -> tuple[str, ...]:
@@ -107,7 +119,7 @@ def main(
     checkpoint: Annotated[str, typer.Option(help="Policies of graphopt, such as every-1.")] = "every-1,sqrt-n",
     points: Annotated[int, typer.Option(min=1, help="Budgets from the smallest feasible up.")] = _DEFAULT_POINTS,
     rounds: Rounds = _DEFAULT_ROUNDS,
-    resume: Annotated[bool, typer.Option(help="Take over the rows of a run that was cut short.")] = False,
+    resume: Annotated[bool, typer.Option(help="Take over the rows that an earlier run has left.")] = False,
     results: Results = RESULTS,
 ) -> None:
     """Measure peak against time of every way to train a model, and draw it."""
@@ -122,8 +134,9 @@ def main(
     )
     label = chosen.label(layers)
     path = results / f"frontier-{label}.jsonl"
-    measured = measure_frontier(chosen, plan, layers=layers, old=old_rows(path, rounds=rounds) if resume else ())
-    rows = list(with_progress(keep_rows(path, measured), total=num_rows(plan), description=model))
+    old = old_rows(path, rounds=rounds) if resume else ()
+    measured = keep_rows(path, measure_frontier(chosen, plan, layers=layers, old=old), old)
+    rows = list(with_progress(measured, total=num_rows(plan), description=model))
     path.with_suffix(".svg").write_text(frontier_plot(label, [row.figures for row in rows]))
     console().print(frontier_table(rows))
     console().print(acceptance_table([rows]))

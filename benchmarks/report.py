@@ -94,9 +94,9 @@ def results_page(folder: Path) -> str:
         table = compile_time_table(found)
         table.title = None
         parts += [f"## Compile time of {found[0].subject.model}", _markdown(table), _provenance([found])]
-    for found in load_all(folder, "linear-loss", LinearLossFigures):
-        heading = f"## Linear + cross-entropy, {found[0].subject.model} (rows x features x classes)"
-        parts += [heading, _markdown(linear_loss_table(found)), _provenance([found])]
+    for losses in load_all(folder, "linear-loss", LinearLossFigures):
+        heading = f"## Linear + cross-entropy, {losses[0].subject.model} (rows x features x classes)"
+        parts += [heading, _markdown(linear_loss_table(losses)), _provenance([losses])]
     return "\n\n".join(parts) + "\n"
 
 

@@ -175,8 +175,24 @@ def test_cut_run_leaves_whole_rows_that_succeeded(points: tuple[FrontierFigures,
     assert not path.exists()
     assert old_rows(path, rounds=ROUNDS) == (rows[0],)
     assert old_rows(path, rounds=ROUNDS + 1) == ()
-    assert tuple(keep_rows(path, iter(rows))) == load_rows(path, FrontierFigures) == tuple(rows)
+
+
+def test_run_that_goes_on_loses_no_row(points: tuple[FrontierFigures, ...], tmp_path: Path) -> None:
+    path = tmp_path / "frontier-tiny-mlp.jsonl"
+    rows = tuple(Row(SUBJECT, MACHINE, point) for point in points)
+    succeeded = tuple(row for row in rows if not row.figures.note)
+
+    def cut() -> Iterator[FrontierRow]:
+        yield rows[0]
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        list(keep_rows(path, cut(), succeeded))
+
+    assert old_rows(path, rounds=ROUNDS) == succeeded
+    assert tuple(keep_rows(path, iter(rows), succeeded)) == load_rows(path, FrontierFigures) == rows
     assert not partial_path(path).exists()
+    assert old_rows(path, rounds=ROUNDS) == succeeded
 
 
 def test_transformers_checkpointing_leaves_the_model_as_it_was() -> None:
