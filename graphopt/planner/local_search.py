@@ -77,7 +77,11 @@ class LocalSearch:
         """Bytes that some original call needs by itself, whatever else is dropped."""
         graph = self.graph
         return max(
-            sum(graph.nbytes[s] for s in {s for n in (i, *graph.arguments[i]) for s in graph.held[n]} if not graph.resident[s])
+            sum(
+                graph.nbytes[s]
+                for s in {s for n in (i, *graph.arguments[i]) for s in graph.held[n]}
+                if not graph.resident[s]
+            )
             for i in range(graph.num_nodes)
         )
 
@@ -114,9 +118,7 @@ class LocalSearch:
             if without.seconds >= best.seconds:
                 continue
             for thrifty in (True, False):
-                repaired = self._repaired(
-                    without, limit, banned=frozenset(taken), below=best.seconds, thrifty=thrifty
-                )
+                repaired = self._repaired(without, limit, banned=frozenset(taken), below=best.seconds, thrifty=thrifty)
                 relaxed = None if repaired is None else self._relaxed(repaired, limit)
                 if relaxed is not None and relaxed.seconds < best.seconds:
                     return relaxed
