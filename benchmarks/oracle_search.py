@@ -35,9 +35,7 @@ def search_optimum(graph: PlanGraph, limit_bytes: int) -> int | None:
 
 def _next(graph: PlanGraph, limit_bytes: int, t: int, k: int, held: frozenset[int]) -> list[tuple[int, _State]]:
     """What can be done: let go of one value, run the node of the stage, or run one again."""
-    found: list[tuple[int, _State]] = [
-        (0, (t, k, held - {i})) for i in held if not (i in graph.returned)
-    ]
+    found: list[tuple[int, _State]] = [(0, (t, k, held - {i})) for i in held if i not in graph.returned]
     for i in range(k, t + 1):
         is_allowed = i == t or (i not in graph.fixed and i not in held)
         if not is_allowed or not held.issuperset(graph.arguments[i]):

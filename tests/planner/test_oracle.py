@@ -24,7 +24,15 @@ def masked() -> PlanGraph:
     return sketch.differentiate()
 
 
-TINY = (chain(5), chain(5, seed=4), chain(6, seed=4), chain(6, seed=5), chain(6, seed=3, skip=2), encoder_decoder(1), masked())
+TINY = (
+    chain(5),
+    chain(5, seed=4),
+    chain(6, seed=4),
+    chain(6, seed=5),
+    chain(6, seed=3, skip=2),
+    encoder_decoder(1),
+    masked(),
+)
 
 
 def limits(graph: PlanGraph, *shares: float) -> list[int]:
