@@ -1,8 +1,8 @@
 """The cheapest plan of a small graph as a mixed-integer program, solved by HiGHS: a second opinion on the first oracle.
 
-Checkmate's formulation (Jain et al., 2020): ``run[t, i]`` says whether node i runs in stage t, ``kept[t, i]`` whether its
-value is held from stage t - 1 on; node t runs first in stage t. ``live[t, k, i]`` is at least 1 where value i is there
-and still needed while event (t, k) runs, and is otherwise free to be 0. Any number of copies.
+Checkmate's formulation (Jain et al., 2020): ``run[t, i]`` says whether node i runs in stage t, ``kept[t, i]`` whether
+its value is held from stage t - 1 on; node t runs first in stage t. ``held`` of event (t, k) and value i is at least 1
+where the value is there and still needed while the event runs, and is otherwise free to be 0. Any number of copies.
 """
 
 from __future__ import annotations

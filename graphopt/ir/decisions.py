@@ -23,7 +23,7 @@ class Action(StrEnum):
 class Decision:
     """One value's fate. ``value``: its node's name; ``nbytes``: what its storage holds; ``seconds``: what the action
     costs by the cost model; ``copies``: how many times it is computed again; ``source``: where it comes from;
-    ``again_at``: names of the backward calls from which on a copy of its own is read (none: one copy, or as phases say).
+    ``again_at``: names of the backward calls from which on a copy of its own is read (none: one, or as phases say).
     """
 
     value: str

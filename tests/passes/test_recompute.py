@@ -86,7 +86,7 @@ def test_several_late_users_share_one_run():
     program = two_part_program(function, torch.randn(8), torch.randn(8))
     after, record = run_pass(Recompute(), marked(program, "sin"))
     assert record.changes == 1 and targets(after).count("sin") == 2
-    assert len([node for node in after.ops() if node.name == "sin_again"][0].users) == 3
+    assert len(next(node for node in after.ops() if node.name == "sin_again").users) == 3
 
 
 def test_a_renewed_value_runs_once_in_each_phase_that_needs_it():
