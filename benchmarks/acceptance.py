@@ -46,7 +46,7 @@ def checks(model: str, points: Points) -> tuple[Check, ...]:
             found += _against_checkpointing(peer, points)
         if is_compile_peer(peer.name) and not peer.note:
             found += _against_compile(peer, points)
-    return (*found, *_beyond_compile(points), *_whole_step(model, points))
+    return (*found, *_beyond_compile(points), *_whole_step(model, points), *_budgets(points))
 
 
 def _against_checkpointing(peer: FrontierFigures, points: Points) -> Iterator[Check]:
@@ -90,6 +90,18 @@ def _whole_step(model: str, points: Points) -> Iterator[Check]:
             whole = None if own.peak_bytes is None else own.peak_bytes + (own.resting_bytes or 0)
             what = f"{own.backend}: whole step over parameters and state"
             yield Check("", what, _ratio(whole, own.resting_bytes), WHOLE_STEP[model], own.note)
+
+
+def _budgets(points: Points) -> Iterator[Check]:
+    """The worst of the ratios of what was taken to what was allowed, for each backend."""
+    for backend in dict.fromkeys(point.backend for point in points if point.is_own):
+        own = [(point.budget_ratio, point.label) for point in points if point.is_own and point.backend == backend]
+        taken = [(ratio, label) for ratio, label in own if ratio is not None]
+        if taken:
+            worst, label = max(taken)
+            yield Check(
+                "its budget", f"{backend}: whole step, the worst of {len(taken)}", worst, 1 + _PEAK_SLACK, label
+            )
 
 
 def _time_check(own: FrontierFigures, peer: FrontierFigures, what: str, bound: float, *, share: float) -> Check:

@@ -85,6 +85,13 @@ class FrontierFigures:
         return median_ratio(self.own_seconds, self.beside_seconds)
 
     @property
+    def budget_ratio(self) -> float | None:
+        """What the whole step took, inputs and all, over its budget; None without a budget."""
+        if self.budget_bytes is None or self.peak_bytes is None or self.input_bytes is None:
+            return None
+        return (self.peak_bytes + self.input_bytes) / self.budget_bytes
+
+    @property
     def estimate_error(self) -> float | None:
         """|predicted - measured| over measured."""
         if self.predicted_peak_bytes is None or not self.peak_bytes:

@@ -27,11 +27,22 @@ FrontierRows = Sequence[Row[FrontierFigures]]
 
 
 def frontier_table(rows: FrontierRows, *, layout: box.Box = box.HEAVY_HEAD) -> Table:
-    """One line for each point. Peaks and times are also given over those of the peer that a point stands beside."""
+    """One line for each point. ``of budget``: the whole step, what rests included. Peaks and times are also given over
+    those of the peer that a point stands beside."""
     points = [row.figures for row in rows]
     peaks = {point.name: point.peak_bytes for point in points if not point.is_own}
     table = Table("contender", "beside", title=rows[0].subject.model, box=layout)
-    for heading in ("budget", "peak", "pred./meas.", "of its", "step", "of eager's", "of its", "first step"):
+    for heading in (
+        "budget",
+        "peak",
+        "of budget",
+        "pred./meas.",
+        "of its",
+        "step",
+        "of eager's",
+        "of its",
+        "first step",
+    ):
         table.add_column(heading, justify="right")
     table.add_column("note")
     for point in points:
@@ -40,6 +51,7 @@ def frontier_table(rows: FrontierRows, *, layout: box.Box = box.HEAVY_HEAD) -> T
             point.beside,
             bytes_cell(point.budget_bytes),
             bytes_cell(point.peak_bytes),
+            "" if point.budget_ratio is None else f"{point.budget_ratio:.3f}",
             _prediction_cell(point),
             ratio_cell(point.peak_bytes, peaks.get(point.beside)),
             seconds_cell(point.step_seconds),

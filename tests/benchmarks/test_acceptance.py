@@ -108,6 +108,19 @@ def test_whole_step_is_asked_of_one_model() -> None:
     assert len(checks("gpt2-124m", POINTS)) == len(checks("llama-110m", POINTS)) - 1
 
 
+def test_worst_budget_of_a_backend_is_a_check() -> None:
+    budgets = [
+        point(GRAPHOPT, 100, 1.0, backend="aten", setting=name, budget_bytes=limit * MIB, input_bytes=1000 * MIB)
+        for name, limit in (("budget 2 of 3", 1100), ("budget 3 of 3", 1000))
+    ]
+
+    found = named(checks("gpt2-124m", budgets))
+
+    worst = found["its budget", "aten: whole step, the worst of 2"]
+    assert (worst.figure, worst.is_met) == (pytest.approx(1.1), False)
+    assert "budget 3 of 3" in worst.note
+
+
 def test_failed_contender_is_never_met() -> None:
     failed = FrontierFigures(GRAPHOPT, "aten", AT_PEAK, GRADIENT_CHECKPOINTING, note="BudgetError: too small")
     points = [failed if p.key == failed.key else p for p in POINTS]

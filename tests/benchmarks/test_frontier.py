@@ -79,8 +79,8 @@ PLAN = FrontierPlan(
 
 
 def bench(done: dict[Any, FrontierFigures] | None = None) -> FrontierBench:
-    """Six layers on a batch of tokens."""
-    return FrontierBench(CheckpointedPerceptron(6), MODELS["tiny-mlp"].make_batch(), PLAN, done)
+    """Twelve layers on a batch of tokens."""
+    return FrontierBench(CheckpointedPerceptron(12), MODELS["tiny-mlp"].make_batch(), PLAN, done)
 
 
 @pytest.fixture(scope="module")
