@@ -17,7 +17,7 @@ from graphopt.capture.export import Captured, OutputRequest, capture_program
 from graphopt.capture.loss_weight import LossWeight, find_loss_weight
 from graphopt.capture.update import UpdateRequest, append_update, append_window, window_update_program
 from graphopt.checkpoint import host_bytes
-from graphopt.errors import OutputError
+from graphopt.errors import BudgetError, OutputError
 from graphopt.execute.backend import choose_backend
 from graphopt.execute.executable import Executable, build_executable
 from graphopt.execute.far_memory import FarMemory
@@ -26,6 +26,7 @@ from graphopt.ir.hazards import protect_backward_reads, separate_updates
 from graphopt.ir.liveness import plan_memory
 from graphopt.ir.program import Program, Stage
 from graphopt.ir.spec import UPDATE_KINDS, OutputKind, TensorSpec
+from graphopt.ir.units import format_bytes
 from graphopt.optim.base import Optimizer
 from graphopt.options import CompileOptions
 from graphopt.pipeline.default import default_pipeline
@@ -33,6 +34,9 @@ from graphopt.pipeline.dump import Dump
 from graphopt.pipeline.pipeline import Pipeline
 from graphopt.planner.decide import MemoryRequest
 from graphopt.report.build import build_report
+
+_MOST_PLANS = 4
+"""How often a step is planned anew because its backend needs more than the plan says."""
 
 
 @dataclass(frozen=True)
@@ -62,10 +66,10 @@ class Builder:
         self.workspace = MeasuredWorkspace()
         self.dump_folders: list[Path] = []
 
-    def pipeline(self, stage: Stage, reserved_bytes: int = 0) -> Pipeline:
+    def pipeline(self, stage: Stage, reserved_bytes: int = 0, margin_bytes: int = 0) -> Pipeline:
         """The passes of a stage: the default ones unless options name others."""
         if self.options.passes is None:
-            request = MemoryRequest(self.options.checkpoint, self.options.memory, reserved_bytes)
+            request = MemoryRequest(self.options.checkpoint, self.options.memory, reserved_bytes, margin_bytes)
             pipeline = default_pipeline(stage, request)
         else:
             pipeline = self.options.passes[(Stage.FORWARD, Stage.JOINT, Stage.STEP).index(stage)]
@@ -177,12 +181,29 @@ class Builder:
         if dump is not None:
             dump.mark(title, program)
         with without_autocast():
-            executable = self._executable(program, dump, title, self.pipeline(Stage.STEP, reserved_bytes))
+            executable = self._within_budget(program, dump, title, reserved_bytes)
         gc.collect()  # tracing leaves reference cycles behind, with fake and real tensors in them
         if dump is not None:
             report = build_report(executable)
             self.dump_folders.append(dump.finish(executable.source, report))
         return executable
+
+    def _within_budget(self, program: Program, dump: Dump | None, title: str, reserved_bytes: int) -> Executable:
+        """An executable that holds its budget: if the backend needs more than was planned, with that much less."""
+        margin_bytes = 0
+        for _ in range(_MOST_PLANS):
+            passes = self.pipeline(Stage.STEP, reserved_bytes, margin_bytes)
+            executable = self._executable(program, dump, title, passes)
+            budget, plan = executable.program.decisions.budget_bytes, executable.plan
+            needed = plan.peak_bytes + plan.resident_bytes + reserved_bytes
+            if budget is None or needed <= budget:
+                return executable
+            margin_bytes += needed - budget
+        raise BudgetError(
+            f"the budget cannot be met: {executable.backend.name} needs {format_bytes(needed)} ({needed} bytes) for the "
+            "best plan found; allow that much",
+            needed,
+        )
 
     def _executable(self, program: Program, dump: Dump | None, title: str, passes: Pipeline) -> Executable:
         """``program`` after the step ``passes``, on the backend that was asked for or chosen."""

@@ -28,6 +28,7 @@ class DecideMemory(Pass):
     policy: Policy | None = None
     budget: int | str | Fraction | None = None
     reserved_bytes: int = 0
+    margin_bytes: int = 0
 
     name: ClassVar[str] = "decide-memory"
     stage: ClassVar[Stage] = Stage.STEP
@@ -38,10 +39,10 @@ class DecideMemory(Pass):
 
     def prepared(self, workspace: Workspace) -> Pass:
         """This pass with the workspace of the pipeline that runs it."""
-        return _DecideMemoryWith(self.policy, self.budget, self.reserved_bytes, workspace)
+        return _DecideMemoryWith(self.policy, self.budget, self.reserved_bytes, self.margin_bytes, workspace)
 
     def _decided(self, program: Program, workspace: Workspace) -> Changes:
-        request = MemoryRequest(self.policy, self.budget, self.reserved_bytes)
+        request = MemoryRequest(self.policy, self.budget, self.reserved_bytes, self.margin_bytes)
         if request.is_idle:
             return Changes(0)
         if program.decisions.executed:

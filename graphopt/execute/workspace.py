@@ -45,7 +45,10 @@ class MeasuredWorkspace:
         """Bytes that ``node`` allocates and frees inside itself."""
         if not _may_allocate(node):
             return 0
-        return _KNOWN.get(_key(node), 0)
+        key = _key(node)
+        if key is not None and key not in _KNOWN:
+            _measure({key: node})  # a pass made it after the program was learned
+        return _KNOWN.get(key, 0)
 
 
 def _may_allocate(node: fx.Node) -> bool:

@@ -43,6 +43,7 @@ class DecisionTable:
 
     ``phases``: names of the backward calls at which a phase begins; a value that is computed again more than once is
     so once in each phase that needs it. ``executed``: actions that the program has been rewritten for.
+    ``budget_bytes``: what the whole step may take, resident bytes included, if a budget was given.
     """
 
     policy: str = "save everything"
@@ -50,6 +51,7 @@ class DecisionTable:
     phases: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     executed: tuple[Action, ...] = ()
+    budget_bytes: int | None = None
 
     def of(self, value: str) -> Decision | None:
         """The decision about the value called ``value``, if there is one."""

@@ -41,12 +41,12 @@ def separate_updates(program: Program) -> int:
 
 
 def updates_parameters(program: Program) -> bool:
-    """Whether ``program`` is a step with its update: its buffers are written at its end, behind all that reads them."""
+    """Whether ``program`` is a step with its update; then buffers are written at its end, behind all readers."""
     return any(True for _ in program.signature.outputs_of(OutputKind.PARAM_UPDATE))
 
 
 def guarded_inputs(program: Program) -> tuple[fx.Node, ...]:
-    """Inputs that ``protect_backward_reads`` copies if the backward reads them: written after the forward part."""
+    """Inputs written after the forward part, which ``protect_backward_reads`` copies if the backward reads them."""
     if updates_parameters(program):
         return ()
     outputs = program.signature.outputs

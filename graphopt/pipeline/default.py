@@ -69,7 +69,7 @@ def memory_passes(memory: MemoryRequest) -> tuple[Pass, ...]:
         return ()
     return (
         # After all that changes order or calls: it plans the peak of what really runs.
-        DecideMemory(memory.policy, memory.budget, memory.reserved_bytes),
+        DecideMemory(memory.policy, memory.budget, memory.reserved_bytes, memory.margin_bytes),
         Recompute(),  # before offload: a value that is dropped needs no place anywhere
         DropDead(),  # forward calls that only the backward part needed, which now has its own
         Offload(memory.prefetch),  # what is still kept; after it only memory is written again

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from graphopt.checkpoint import Offload, Policy, policy_parts
@@ -19,7 +19,7 @@ from graphopt.planner.policies import policy_choice
 from graphopt.planner.schedule import KEEP_ALL
 from graphopt.planner.simulate import Outcome, simulate
 from graphopt.planner.step_graph import StepGraph, step_graph
-from graphopt.planner.table import choice_of, decision_table
+from graphopt.planner.table import decision_table
 
 Budget = int | str | Fraction
 
@@ -32,12 +32,14 @@ class MemoryRequest:
 
     ``budget``: bytes (a number or text such as "2GiB"), or a Fraction of what the step needs when it keeps everything.
     ``reserved_bytes``: what rests beside the program while it runs (optimizer state that this program does not read).
+    ``margin_bytes``: how much below the budget to plan (what a backend was found to need beyond the plan).
     ``rates``: what calls cost (None: those of this machine, see ``machine_rates``).
     """
 
     policy: Policy | None = None
     budget: Budget | None = None
     reserved_bytes: int = 0
+    margin_bytes: int = 0
     rates: Rates | None = None
 
     @property
@@ -93,7 +95,21 @@ def decide(program: Program, request: MemoryRequest, workspace: Workspace) -> De
 
 def _planned(program: Program, graph: StepGraph, request: MemoryRequest, whole: int, rates: Rates) -> DecisionTable:
     everything = simulate(graph, KEEP_ALL)
-    limit = _limit(request, whole, everything)
+    budget = _budget_bytes(request, whole + everything.peak_bytes)
+    table = _within(program, graph, request, (everything, budget - whole - request.margin_bytes), whole, rates)
+    return replace(table, budget_bytes=budget)
+
+
+def _within(
+    program: Program,
+    graph: StepGraph,
+    request: MemoryRequest,
+    limited: tuple[Outcome, int],
+    whole: int,
+    rates: Rates,
+) -> DecisionTable:
+    """The cheapest decisions within a limit; ``limited``: the outcome of keeping everything, and the limit."""
+    everything, limit = limited
     if everything.peak_bytes <= limit:
         note = f"the budget of {format_bytes(limit + whole)} holds without dropping anything"
         return _table(program, graph, everything, f"memory={request.budget}", (note,))
@@ -114,31 +130,27 @@ def _checked(program: Program, graph: StepGraph, outcome: Outcome, request: Memo
     """The table of a policy's outcome; with a budget beside the policy, the budget must hold."""
     policy = str(request.policy) if request.policy is not None else "save everything"
     if request.budget is not None:
-        limit = _limit(request, whole, simulate(graph, KEEP_ALL))
+        budget = _budget_bytes(request, whole + simulate(graph, KEEP_ALL).peak_bytes)
+        limit = budget - whole - request.margin_bytes
         if outcome.peak_bytes > limit:
             message = _budget_message(program, graph, outcome, limit, whole)
             advice = f"; {policy} decides what is kept: leave checkpoint out and the planner decides"
             raise BudgetError(message + advice, outcome.peak_bytes + whole)
+        return replace(_table(program, graph, outcome, policy, ()), budget_bytes=budget)
     return _table(program, graph, outcome, policy, ())
 
 
 def _table(program: Program, graph: StepGraph, outcome: Outcome, policy: str, notes: tuple[str, ...]) -> DecisionTable:
     table = decision_table(program, graph, outcome, policy=policy, notes=notes)
-    # What the table says is what runs: values marked as renewed but computed once are not renewed.
-    settled = outcome if outcome.choice.offloaded else simulate(graph, choice_of(graph, table))
-    if settled.choice != outcome.choice and settled.peak_bytes <= outcome.peak_bytes:
-        table = decision_table(program, graph, settled, policy=policy, notes=notes)
     joined = program.decisions.joined(*table.rows, notes=notes)
     return DecisionTable(table.policy, joined.rows, table.phases, joined.notes)
 
 
-def _limit(request: MemoryRequest, whole: int, everything: Outcome) -> int:
-    """The budget above what rests, in bytes."""
+def _budget_bytes(request: MemoryRequest, everything_bytes: int) -> int:
+    """The budget of the whole step; ``everything_bytes``: what it takes when it keeps everything."""
     budget = request.budget
     assert budget is not None, "a budget is given"
-    if isinstance(budget, Fraction):
-        return int((whole + everything.peak_bytes) * budget) - whole
-    return parse_bytes(budget, name="memory") - whole
+    return int(everything_bytes * budget) if isinstance(budget, Fraction) else parse_bytes(budget, name="memory")
 
 
 def _budget_message(program: Program, graph: StepGraph, smallest: Outcome, limit: int, whole: int) -> str:

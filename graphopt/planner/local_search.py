@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import combinations
+from itertools import combinations, pairwise
 
 from graphopt.planner.schedule import Choice
 from graphopt.planner.simulate import Outcome, simulate
@@ -17,9 +17,9 @@ from graphopt.planner.step_graph import StepGraph
 
 LARGEST_GRAPH = 160
 """Nodes up to which single cuts are searched; beyond, a segment of the menu is the unit."""
-# Simulations times nodes: 3 s on one quiet core at 6 us a node.
-_EFFORT = 400_000
-_LEVELS = 5
+# Simulations times nodes: 4 s on one core at 6 us a node.
+_EFFORT = 600_000
+_LEVELS = 4
 _MOST_REPAIRS = 40
 _FREE_SECONDS = 1e-9
 """What a move that costs nothing counts as, so that moves compare by what they free."""
@@ -62,13 +62,12 @@ class LocalSearch:
                 break
             self._improve(low + int((top - low) * share))
         for num_taken in (1, 2):
-            for outcome in list(self.found):
-                self._exchange_at(outcome, num_taken)
+            for outcome, next_one in pairwise(list(self.found)):
+                self._exchange_at(outcome, next_one.peak_bytes - 1, num_taken)
         return self.found
 
-    def _exchange_at(self, outcome: Outcome, num_taken: int) -> None:
-        """Look for plans as small as ``outcome`` that are cheaper, taking back so many cuts at once."""
-        limit = outcome.peak_bytes
+    def _exchange_at(self, outcome: Outcome, limit: int, num_taken: int) -> None:
+        """Look for plans within ``limit`` that are cheaper than ``outcome``, taking back so many cuts at once."""
         best: _Tried | None = self._tried(_cuts_that_act(self.graph, outcome), limit)
         while best is not None and self.left > 0:
             best = self._exchanged(best, limit, num_taken)
@@ -77,7 +76,11 @@ class LocalSearch:
         """Bytes that some original call needs by itself, whatever else is dropped."""
         graph = self.graph
         return max(
-            sum(graph.nbytes[s] for s in {s for n in (i, *graph.arguments[i]) for s in graph.held[n]} if not graph.resident[s])
+            sum(
+                graph.nbytes[s]
+                for s in {s for n in (i, *graph.arguments[i]) for s in graph.held[n]}
+                if not graph.resident[s]
+            )
             for i in range(graph.num_nodes)
         )
 
@@ -114,9 +117,7 @@ class LocalSearch:
             if without.seconds >= best.seconds:
                 continue
             for thrifty in (True, False):
-                repaired = self._repaired(
-                    without, limit, banned=frozenset(taken), below=best.seconds, thrifty=thrifty
-                )
+                repaired = self._repaired(without, limit, banned=frozenset(taken), below=best.seconds, thrifty=thrifty)
                 relaxed = None if repaired is None else self._relaxed(repaired, limit)
                 if relaxed is not None and relaxed.seconds < best.seconds:
                     return relaxed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import Counter
 
 from graphopt.errors import ProgramError
@@ -34,6 +35,7 @@ def decision_table(
     )
     saved = _saved_storages(graph, outcome)
     cuts = dict(outcome.choice.cuts)
+    single = {s: place for s, place in _only_phases(graph, outcome).items() if copies[s] == 1}
     rows = []
     for s in graph.early_storages():
         if not copies[s] and s not in saved:
@@ -52,7 +54,7 @@ def decision_table(
                 reason=(reasons or {}).get(s) or (_why_again(outcome, s) if again else _why_saved(graph, s)),
                 source=str(program.origin(node)),
                 copies=copies[s],
-                again_at=tuple(graph.nodes[i].name for i in cuts.get(s, ())) if again else (),
+                again_at=tuple(graph.nodes[i].name for i in cuts.get(s, single.get(s, ()))) if again else (),
             )
         )
     phases = tuple(graph.nodes[i].name for i in outcome.choice.phases) if outcome.choice.renewed else ()
@@ -78,6 +80,21 @@ def choice_of(graph: StepGraph, table: DecisionTable) -> Choice:
     renewed = frozenset(storage[row.value] for row in again if row.copies > 1 and not row.again_at)
     cuts = {storage[row.value]: tuple(sorted(by_name[name] for name in row.again_at)) for row in again if row.again_at}
     return Choice(frozenset(storage.values()), renewed, phases, tuple(sorted(cuts.items())))
+
+
+def _only_phases(graph: StepGraph, outcome: Outcome) -> dict[int, tuple[int, ...]]:
+    """For each renewed storage, the late node at which the phase of its last copy begins.
+
+    One that ends up with a single copy is made there, not where the first late call would have wanted it.
+    """
+    choice, order = outcome.choice, outcome.order
+    places = (graph.first_late, *(phase for phase in choice.phases if phase > graph.first_late))
+    found: dict[int, tuple[int, ...]] = {}
+    for k, i in enumerate(order.node):
+        if order.is_twin[k]:
+            place = places[max(bisect_right(places, order.anchor[k]) - 1, 0)]
+            found.update({s: (place,) for s in graph.made[i] if s in choice.renewed})
+    return found
 
 
 def _saved_storages(graph: StepGraph, outcome: Outcome) -> set[int]:

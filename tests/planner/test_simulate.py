@@ -63,7 +63,7 @@ def test_a_cut_lets_the_late_calls_before_it_read_the_first_run():
 
 
 def test_copies_of_guarded_buffers_are_counted():
-    """A module writes its buffers before its backward runs: what runs again reads copies, which are part of the peak."""
+    """A module writes its buffers before its backward runs: what runs again reads copies, part of the peak."""
     torch.manual_seed(0)
     network = nn.Sequential(*(m for _ in range(4) for m in (nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Tanh())))
     module = graphopt.compile(network, checkpoint=graphopt.checkpoint.EveryN(1))
