@@ -200,8 +200,8 @@ class Builder:
                 return executable
             margin_bytes += needed - budget
         raise BudgetError(
-            f"the budget cannot be met: {executable.backend.name} needs {format_bytes(needed)} ({needed} bytes) for the "
-            "best plan found; allow that much",
+            f"the budget cannot be met: {executable.backend.name} needs {format_bytes(needed)} ({needed} bytes) for "
+            "the best plan found; allow that much",
             needed,
         )
 

@@ -10,6 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from graphopt.planner.menu import Item
 from graphopt.planner.schedule import Choice
@@ -17,13 +21,19 @@ from graphopt.planner.segments import Segments
 
 _MOST_STATES = 120
 
+Numbers = NDArray[Any]
+
 
 @dataclass(frozen=True)
-class _State:
-    kept_bytes: int
-    seconds: float
-    before: _State | None = None
-    item: Item | None = None
+class _Front:
+    """Pareto states before one segment as arrays: what is kept, what it costs, and how each came about: the segment and
+    the state before, and the item chosen there."""
+
+    kept_bytes: Numbers
+    seconds: Numbers
+    segment: Numbers
+    before: Numbers
+    item: Numbers
 
 
 class Menu:
@@ -42,21 +52,27 @@ def choose(menu: Menu, limit_bytes: int, excess: Sequence[int]) -> tuple[Item, .
 
     ``excess[j]``: bytes by which the peak of segment j was found to exceed what its item says.
     """
-    segments = menu.segments
-    states: list[list[_State]] = [[] for _ in range(segments.num + 1)]
-    states[0] = [_State(0, 0.0)]
-    for j in range(segments.num):
-        states[j] = _pareto(states[j])
-        for state in states[j]:
-            room = limit_bytes - state.kept_bytes
-            for item in menu.starting[j]:
-                if item.peak_bytes + max(excess[item.start : item.end]) <= room:
-                    kept, seconds = state.kept_bytes + item.kept_bytes, state.seconds + item.seconds
-                    states[item.end].append(_State(kept, seconds, before=state, item=item))
-    if not states[-1]:
-        return None
-    best = min(states[-1], key=lambda state: (state.seconds, state.kept_bytes))
-    return tuple(_chosen(best))
+    num = menu.segments.num
+    arriving: list[list[_Front]] = [[] for _ in range(num + 1)]
+    arriving[0].append(_front(np.zeros(1, np.int64), np.zeros(1), 0, np.zeros(1, np.int64), 0))
+    fronts: list[_Front | None] = []
+    for j in range(num + 1):
+        front = _pareto(arriving[j]) if arriving[j] else None
+        fronts.append(front)
+        if front is None or j == num:
+            continue
+        for number, item in enumerate(menu.starting[j]):
+            peak = item.peak_bytes + max(excess[item.start : item.end])
+            # By rising bytes: those that leave room come first.
+            fitting = int(np.searchsorted(front.kept_bytes, limit_bytes - peak, side="right"))
+            if fitting:
+                kept, seconds = front.kept_bytes[:fitting] + item.kept_bytes, front.seconds[:fitting] + item.seconds
+                arriving[item.end].append(_front(kept, seconds, j, np.arange(fitting), number))
+    return None if fronts[-1] is None else _chosen(menu, fronts)
+
+
+def _front(kept: Numbers, seconds: Numbers, segment: int, before: Numbers, item: int) -> _Front:
+    return _Front(kept, seconds, np.full(len(kept), segment), before, np.full(len(kept), item))
 
 
 def combined(segments: Segments, items: Sequence[Item]) -> Choice:
@@ -70,25 +86,33 @@ def combined(segments: Segments, items: Sequence[Item]) -> Choice:
     return Choice(frozenset(dropped), frozenset(renewed), segments.phase_starts() if renewed else ())
 
 
-def _chosen(state: _State) -> list[Item]:
-    items = []
-    while state.before is not None:
-        assert state.item is not None, "every state but the first follows an item"
-        items.append(state.item)
-        state = state.before
-    return items[::-1]
+def _chosen(menu: Menu, fronts: list[_Front | None]) -> tuple[Item, ...]:
+    """The items that lead to the cheapest of the last states: Pareto states are cheapest at the end."""
+    j, items = len(fronts) - 1, []
+    last = fronts[j]
+    assert last is not None, "something leads to the end"
+    state = len(last.seconds) - 1
+    while j:
+        front = fronts[j]
+        assert front is not None, "every state follows one"
+        j, state, number = int(front.segment[state]), int(front.before[state]), int(front.item[state])
+        items.append(menu.starting[j][number])
+    return tuple(items[::-1])
 
 
-def _pareto(states: list[_State]) -> list[_State]:
+def _pareto(parts: list[_Front]) -> _Front:
     """States that no other beats in both bytes and seconds; evenly thinned when they are very many."""
-    found: list[_State] = []
-    for state in sorted(states, key=lambda state: (state.kept_bytes, state.seconds)):
-        if not found or state.seconds < found[-1].seconds:
-            found.append(state)
-    if len(found) <= _MOST_STATES:
-        return found
-    step = len(found) / _MOST_STATES
-    return [found[int(n * step)] for n in range(_MOST_STATES - 1)] + [found[-1]]
+    kept, seconds, segment, before, item = (
+        np.concatenate([getattr(part, name) for part in parts])
+        for name in ("kept_bytes", "seconds", "segment", "before", "item")
+    )
+    order = np.lexsort((seconds, kept))
+    least = np.minimum.accumulate(seconds[order])
+    chosen = order[np.concatenate(([True], least[1:] < least[:-1]))]
+    if len(chosen) > _MOST_STATES:
+        step = len(chosen) / _MOST_STATES
+        chosen = chosen[[*(int(n * step) for n in range(_MOST_STATES - 1)), len(chosen) - 1]]
+    return _Front(kept[chosen], seconds[chosen], segment[chosen], before[chosen], item[chosen])
 
 
 def _undominated(items: list[Item]) -> list[Item]:

@@ -272,7 +272,8 @@ def test_three_steps_are_bit_equal_with_and_without(name, optimizer, clip):
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "cnn", "mlp"])
-def test_predicted_peak_is_measured_and_never_higher(name):
+def test_predicted_peak_is_measured_and_higher_by_one_temporary_at_most(name):
+    """An update may run while all activations are alive: its temporary, as large as its parameter, adds to them."""
     tiny = tiny_model(name)
     reports = []
     for release in (True, False):
@@ -283,7 +284,8 @@ def test_predicted_peak_is_measured_and_never_higher(name):
         reports.append(step.report(measure=True))
     on, off = reports
     assert 0 <= on.measured_peak_bytes - on.predicted_peak_bytes <= NUMBER_BYTES
-    assert on.predicted_peak_bytes <= off.predicted_peak_bytes
+    largest_bytes = max(parameter.nbytes for parameter in tiny.model.parameters())
+    assert on.predicted_peak_bytes <= off.predicted_peak_bytes + largest_bytes
 
 
 def test_measured_peak_falls_by_the_gradients_that_lived_together():
