@@ -73,7 +73,10 @@ class Builder:
             pipeline = default_pipeline(stage, request)
         else:
             pipeline = self.options.passes[(Stage.FORWARD, Stage.JOINT, Stage.STEP).index(stage)]
-        return pipeline if self.options.release_gradients else pipeline.without("release-gradients")
+        if self.options.release_gradients:
+            return pipeline
+        # Ordering may let a late gradient wait until behind the first update, which must then stand at the end.
+        return pipeline.without("release-gradients").without("order-for-lifetime")
 
     def run_passes(
         self, program: Program, stage: Stage, dump: Dump | None, pipeline: Pipeline | None = None
