@@ -17,6 +17,7 @@ from graphopt.passes.recompute import Recompute
 from graphopt.passes.release_gradients import ReleaseGradients
 from graphopt.passes.restore_attention import RestoreAttention
 from graphopt.passes.reuse_last_use import ReuseLastUse
+from graphopt.passes.scatter_loss_gradient import ScatterLossGradient
 from graphopt.passes.simplify_algebra import SimplifyAlgebra
 from graphopt.pipeline.pass_base import Pass
 
@@ -34,6 +35,7 @@ BY_NAME: Mapping[str, type[Pass]] = {
     "release-gradients": ReleaseGradients,
     "restore-attention": RestoreAttention,
     "reuse-last-use": ReuseLastUse,
+    "scatter-loss-gradient": ScatterLossGradient,
     "simplify-algebra": SimplifyAlgebra,
 }
 """Every pass by its name, in alphabetical order; a literal, so that an editable install finds what a wheel finds."""

@@ -142,6 +142,9 @@ UNTAGGED_POINTWISE = frozenset(
     }
 )
 
+# Not pointwise, but their in-place form changes elements of the first argument only by what other arguments say.
+SCATTERS = frozenset({aten.scatter_add.default})
+
 # The elements of the first argument in the same row-major order; only the shape (and the strides) may differ.
 ORDER_KEEPING = frozenset(
     {

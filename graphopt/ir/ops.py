@@ -134,6 +134,15 @@ def is_pointwise(node: fx.Node) -> bool:
     return op is not None and (torch.Tag.pointwise in op.tags or op in tables.UNTAGGED_POINTWISE)
 
 
+def overwritable_arguments(node: fx.Node) -> tuple[fx.Node, ...]:
+    """Arguments whose memory may take the result of ``node`` while it runs, if nothing else needs them."""
+    if is_pointwise(node):
+        return tensor_arguments(node)
+    if overload(node) in tables.SCATTERS and isinstance(node.args[0], fx.Node):
+        return (node.args[0],)
+    return ()
+
+
 def is_conversion(node: fx.Node) -> bool:
     """Whether ``node`` copies its argument, element by element, to another dtype or device."""
     return overload(node) is aten._to_copy.default

@@ -73,10 +73,11 @@ class DyingOperands:
 
     def reusable(self, node: fx.Node) -> Iterator[fx.Node]:
         """Operands of ``node`` whose storage it may write its result into, first operand first."""
-        if not ops.is_pointwise(node) or ops.is_mutating(node) or not ops.is_pure(node) or node not in self.storage:
+        operands = ops.overwritable_arguments(node)
+        if not operands or ops.is_mutating(node) or not ops.is_pure(node) or node not in self.storage:
             return
         spec = self.program.spec(node)
-        for operand in ops.tensor_arguments(node):
+        for operand in operands:
             if operand in self.storage and self._dies_at(node, operand) and self._fits(node, operand, spec):
                 yield operand
 

@@ -16,6 +16,7 @@ from graphopt.passes.recompute import Recompute
 from graphopt.passes.release_gradients import ReleaseGradients
 from graphopt.passes.restore_attention import RestoreAttention
 from graphopt.passes.reuse_last_use import ReuseLastUse
+from graphopt.passes.scatter_loss_gradient import ScatterLossGradient
 from graphopt.passes.simplify_algebra import SimplifyAlgebra
 from graphopt.pipeline.pass_base import Pass
 from graphopt.pipeline.pipeline import Pipeline
@@ -42,6 +43,7 @@ def joint_pipeline() -> Pipeline:
             FoldConstants(),  # before simplification: it sees through constants
             SimplifyAlgebra(),  # leaves identities behind
             FoldIdentities(),  # makes equal expressions look equal
+            ScatterLossGradient(),  # losses that are not fused, because their logits are asked for
             Dedupe(),  # after folding, when equal means equal
             DropDead(),  # what the four left without users
         )

@@ -154,7 +154,8 @@ def _reusable(
     index: dict[fx.Node, int],
 ) -> tuple[int, ...]:
     """Arguments that the pass ``reuse-last-use`` could let ``node`` write into, first to last."""
-    if node.op != "call_function" or not ops.is_pointwise(node) or not ops.is_pure(node) or len(held[node]) != 1:
+    operands = ops.overwritable_arguments(node) if node.op == "call_function" else ()
+    if not operands or not ops.is_pure(node) or len(held[node]) != 1:
         return ()
     result = node.meta["val"]
     if result.is_conj() or result.is_neg():
@@ -162,7 +163,7 @@ def _reusable(
     spec = TensorSpec.of(result)
     return tuple(
         index[operand]
-        for operand in ops.tensor_arguments(node)
+        for operand in operands
         if _fits(node, operand, spec, held, nbytes) and has_in_place_form(node, operand)
     )
 
