@@ -13,6 +13,7 @@ from graphopt.passes.fuse_linear_loss import FuseLinearLoss
 from graphopt.passes.merge_loss_gradient import MergeLossGradient
 from graphopt.passes.offload import Offload
 from graphopt.passes.order_for_lifetime import OrderForLifetime
+from graphopt.passes.pack_masks import PackMasks
 from graphopt.passes.recompute import Recompute
 from graphopt.passes.release_gradients import ReleaseGradients
 from graphopt.passes.restore_attention import RestoreAttention
@@ -31,6 +32,7 @@ BY_NAME: Mapping[str, type[Pass]] = {
     "merge-loss-gradient": MergeLossGradient,
     "offload": Offload,
     "order-for-lifetime": OrderForLifetime,
+    "pack-masks": PackMasks,
     "recompute": Recompute,
     "release-gradients": ReleaseGradients,
     "restore-attention": RestoreAttention,

@@ -142,6 +142,9 @@ UNTAGGED_POINTWISE = frozenset(
     }
 )
 
+# Each element is 0 or 1, drawn by itself.
+COIN_TOSSES = frozenset({aten.bernoulli.p, aten.bernoulli.default})
+
 # Not pointwise, but their in-place form changes elements of the first argument only by what other arguments say.
 SCATTERS = frozenset({aten.scatter_add.default})
 

@@ -61,6 +61,11 @@ def draws_by_shape(node: fx.Node) -> bool:
     return overload(node) in tables.DRAWS_BY_SHAPE
 
 
+def is_coin_toss(node: fx.Node) -> bool:
+    """Whether ``node`` draws zeros and ones."""
+    return overload(node) in tables.COIN_TOSSES
+
+
 def mutated_arguments(node: fx.Node) -> Iterator[fx.Node]:
     """The argument nodes that ``node`` writes into, from its schema (and where the schema does not tell)."""
     op = overload(node)

@@ -12,6 +12,7 @@ from graphopt.passes.fuse_linear_loss import FuseLinearLoss
 from graphopt.passes.merge_loss_gradient import MergeLossGradient
 from graphopt.passes.offload import Offload
 from graphopt.passes.order_for_lifetime import OrderForLifetime
+from graphopt.passes.pack_masks import PackMasks
 from graphopt.passes.recompute import Recompute
 from graphopt.passes.release_gradients import ReleaseGradients
 from graphopt.passes.restore_attention import RestoreAttention
@@ -70,6 +71,7 @@ def memory_passes(memory: MemoryRequest) -> tuple[Pass, ...]:
     if memory.is_idle:
         return ()
     return (
+        PackMasks(),  # gives the decision something smaller to keep of a draw, which cannot be repeated
         # After all that changes order or calls: it plans the peak of what really runs.
         DecideMemory(memory.policy, memory.budget, memory.reserved_bytes, memory.margin_bytes),
         Recompute(),  # before offload: a value that is dropped needs no place anywhere

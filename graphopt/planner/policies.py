@@ -20,7 +20,19 @@ def policy_choice(program: Program, graph: StepGraph, policies: Iterable[Policy]
     dropped: set[int] = set()
     for policy in policies:
         dropped |= _dropped(program, graph, policy)
-    return Choice(frozenset(dropped))
+    return Choice(frozenset(dropped - _smaller_than_their_draws(graph, dropped)))
+
+
+def _smaller_than_their_draws(graph: StepGraph, dropped: set[int]) -> set[int]:
+    """Of ``dropped``, what is computed from larger memory that must be kept because it cannot be computed again."""
+    found = set()
+    for s in dropped:
+        maker = graph.maker[s]
+        sources = {t for a in graph.arguments[maker] for t in graph.held[a] if not graph.resident[t]}
+        drawn = sum(graph.nbytes[t] for t in sources if not graph.repeatable[graph.maker[t]])
+        if graph.nbytes[s] < drawn:
+            found.add(s)
+    return found
 
 
 def _dropped(program: Program, graph: StepGraph, policy: Policy) -> set[int]:

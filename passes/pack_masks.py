@@ -1,0 +1,110 @@
+"""Keep the outcome of a coin toss as one byte an element where the backward part needs it again.
+
+Before::
+
+    mask: 'f32[B,T,D]' = aten.bernoulli.p(like, 0.9)
+    scale: 'f32[B,T,D]' = aten.div.Scalar(mask, 0.9)        # read in forward and backward
+
+After::
+
+    mask: 'f32[B,T,D]' = aten.bernoulli.p(like, 0.9)
+    packed: 'b1[B,T,D]' = aten.ne.Scalar(mask, 0)
+    unpacked: 'f32[B,T,D]' = aten._to_copy.default(packed, dtype=torch.float32)
+    scale: 'f32[B,T,D]' = aten.div.Scalar(unpacked, 0.9)    # can be computed again from packed
+
+A random draw is never repeated, so its result had to be kept as it was. Saves ``(itemsize - 1) * numel`` bytes from
+forward to backward where ``recompute`` then drops ``scale`` and keeps ``packed``. Costs two passes over the mask in the
+forward part and one in the backward part. A toss is 0 or 1, which both dtypes hold exactly.
+
+Refuses draws that the backward part does not need, that are returned, or whose layout the conversion would not keep.
+Runs only when a policy or a budget asks for less memory.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import fx
+
+from graphopt.ir import ops
+from graphopt.ir.liveness import forward_end
+from graphopt.ir.program import Program, Stage, nodes_in
+from graphopt.pipeline.pass_base import Changes, Pass, Refusal
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class PackMasks(Pass):
+    """Coin tosses are kept as booleans, from which their users are computed again."""
+
+    name: ClassVar[str] = "pack-masks"
+    stage: ClassVar[Stage] = Stage.STEP
+
+    def apply(self, program: Program) -> Changes:
+        order = program.ops()
+        early = set(order[: forward_end(program)])
+        returned = set(nodes_in(program.output_values()))
+        count = 0
+        refusals = []
+        for node in order:
+            if node not in early or not ops.is_coin_toss(node) or _is_packed(node):
+                continue
+            objection = _objection(program, node, early, returned)
+            if objection is None:
+                _pack(program, node)
+                count += 1
+            else:
+                refusals.append(Refusal.at(node, objection))
+        return Changes(count, tuple(refusals))
+
+
+def _is_packed(node: fx.Node) -> bool:
+    return any(ops.is_call(user, aten.ne.Scalar) for user in node.users) and len(node.users) == 1
+
+
+def _objection(program: Program, node: fx.Node, early: set[fx.Node], returned: set[fx.Node]) -> str | None:
+    spec = program.spec(node)
+    if spec.dtype.itemsize == 1:
+        return "it has one byte an element already"
+    if node in returned:
+        return "it is an output"
+    if not _is_needed_late(node, early):
+        return "the backward part does not need it"
+    if not program.value(node).is_contiguous():
+        return "its memory is not laid out in order"
+    return None
+
+
+def _is_needed_late(node: fx.Node, early: set[fx.Node]) -> bool:
+    """Whether a call of the backward part reads ``node``, or something that pointwise calls make of it alone."""
+    for user in node.users:
+        if user.op == "output":
+            continue
+        if user not in early:
+            return True
+        only_from_node = ops.is_view(user) or (ops.is_pointwise(user) and len(ops.tensor_arguments(user)) == 1)
+        if only_from_node and _is_needed_late(user, early):
+            return True
+    return False
+
+
+def _pack(program: Program, node: fx.Node) -> None:
+    packed = program.insert_before(node.next, aten.ne.Scalar, node, 0, origin_of=node)
+    unpacked = program.insert_before(
+        packed.next, aten._to_copy.default, packed, dtype=program.spec(node).dtype, origin_of=node
+    )
+    for user in list(node.users):
+        if user is not packed:
+            user.replace_input_with(node, unpacked)
+            _share_memory_again(program, user)
+
+
+def _share_memory_again(program: Program, node: fx.Node) -> None:
+    """Infer ``node`` and its views anew if it is a view: what it shows lies elsewhere now."""
+    if ops.is_view(node):
+        node.meta["val"] = program.infer(node)
+        for user in node.users:
+            _share_memory_again(program, user)
