@@ -35,12 +35,15 @@ from torch import fx
 
 from graphopt.ir import ops
 from graphopt.ir.decisions import Action, Decision
+from graphopt.ir.liveness import backward_nodes
 from graphopt.ir.ordering import body, reorder
 from graphopt.ir.program import Program, Stage, nodes_in
 from graphopt.ir.spec import UPDATE_KINDS
 from graphopt.ir.storage import StorageMap, storage_map
+from graphopt.ir.units import format_bytes
 from graphopt.ir.updates import UpdateGroup, update_groups
 from graphopt.pipeline.pass_base import Changes, Pass, Refusal
+from graphopt.planner.costs import node_flops
 
 
 @dataclass(frozen=True)
@@ -63,12 +66,26 @@ class ReleaseGradients(Pass):
         before = body(program)
         after = _norms_behind_gradients(program, _Interleaving(before, released, storages).order, kept)
         rows = [row for group in groups for row in _decisions(program, storages, group, objections[group.parameter])]
-        program.decisions = program.decisions.joined(*rows)
+        program.decisions = program.decisions.joined(*rows, notes=_price_of_keeping(program, joint, rows))
         refusals = tuple(Refusal(row.value, row.reason) for row in rows if row.action is Action.KEEP)
         if after == before:
             return Changes(0, refusals)
         reorder(program, after)
         return Changes(_num_moved(before, after, released), refusals)
+
+
+def _price_of_keeping(program: Program, joint: fx.Node | None, rows: list[Decision]) -> tuple[str, ...]:
+    """What waiting for a value of all gradients costs, beside the other exact way: two backwards."""
+    kept = sum(row.nbytes for row in rows if row.action is Action.KEEP)
+    if joint is None or not kept:
+        return ()
+    backward = backward_nodes(program)
+    flops = sum(node_flops(node) for node in program.ops() if node in backward)
+    note = (
+        f"{format_bytes(kept)} of gradients wait for {joint.name}, which needs them all; a second backward, about "
+        f"{flops / 1e9:.3g} GFLOP more, would let each die: keeping them is what is done"
+    )
+    return () if note in program.decisions.notes else (note,)
 
 
 def _gradients(group: UpdateGroup) -> tuple[fx.Node, ...]:

@@ -303,3 +303,14 @@ def test_measured_peak_falls_by_the_gradients_that_lived_together():
     together, one_by_one = peaks
     assert depth * layer_bytes <= together <= depth * layer_bytes + beside_bytes
     assert layer_bytes <= one_by_one <= layer_bytes + beside_bytes
+
+
+def test_the_table_says_what_waiting_for_the_norm_costs():
+    step = graphopt.compile(
+        Stack(4, 16), outputs=["loss"], optimizer=optim.SGD(lr=0.1), clip_grad_norm=1.0, backend="aten"
+    )
+    step(torch.randn(2, 16))
+    kept = step.program.decisions.with_action(Action.KEEP)
+    (note,) = [note for note in step.program.decisions.notes if "second backward" in note]
+    assert len(kept) == 4 and "keeping them is what is done" in note
+    assert "second backward" in str(step.report())
