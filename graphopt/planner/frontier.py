@@ -6,7 +6,6 @@ same plans, so its step is never slower, and every process finds the same.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -19,7 +18,7 @@ from graphopt.planner.simulate import Outcome, simulate
 from graphopt.planner.step_graph import StepGraph
 
 # Nodes times rungs; a rung takes about 5 simulations, of 6 us a node.
-_EFFORT = 60_000
+_EFFORT = 120_000
 _FEWEST_RUNGS, _MOST_RUNGS = 8, 200
 _CORRECTIONS = 4
 
@@ -56,13 +55,16 @@ def search_frontier(graph: StepGraph) -> Frontier:
     return _pareto(outcomes)
 
 
-def _rungs(graph: StepGraph, outcomes: list[Outcome]) -> Iterator[int]:
-    """Limits from the peak of keeping everything down to below the smallest peak of the menu."""
+def _rungs(graph: StepGraph, outcomes: list[Outcome]) -> list[int]:
+    """Limits from the peak of keeping everything down to below the smallest peak of the menu: half of them at equal
+    distances, half at equal ratios, which lie closer together where memory is tight."""
     top = outcomes[0].peak_bytes
     low = int(0.8 * min(found.peak_bytes for found in outcomes))
     num = max(_FEWEST_RUNGS, min(_EFFORT // graph.num_nodes, _MOST_RUNGS))
-    for n in range(1, num + 1):
-        yield top - (top - low) * n // num
+    shares = [n / (num // 2) for n in range(1, num // 2 + 1)]
+    distances = {top - int((top - low) * share) for share in shares}
+    ratios = {int(top * (low / top) ** share) for share in shares} if low else set()
+    return sorted(distances | ratios, reverse=True)
 
 
 def _search(graph: StepGraph, segments: Segments, menu: Menu, limit: int, excess: list[int]) -> list[Outcome]:
@@ -70,6 +72,9 @@ def _search(graph: StepGraph, segments: Segments, menu: Menu, limit: int, excess
     found: list[Outcome] = []
     for _ in range(_CORRECTIONS):
         row = choose(menu, limit, excess)
+        if row is None and any(excess):
+            excess[:] = [0] * len(excess)  # what was learned of other items forbids too much here
+            row = choose(menu, limit, excess)
         if row is None:
             break
         outcome = simulate(graph, combined(segments, row))
