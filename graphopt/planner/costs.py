@@ -34,8 +34,8 @@ class Rates:
     name: str = "default"
 
 
-# Of the order of two CPU cores in fp32, where a product of 2,048 x 512 x 1,376 ran at 54 to 60 GFLOP/s, and fresh memory
-# is much slower than what lies in a cache. Only the ratios matter; `graphopt calibrate` measures a machine's own.
+# Of the order of two CPU cores in fp32, where a product of 2,048 x 512 x 1,376 ran at 54 to 60 GFLOP/s, and where fresh
+# memory is much slower than a cache. Only the ratios matter; `graphopt calibrate` measures a machine's own.
 DEFAULT_RATES = Rates(flops=60e9, bytes=6e9, host_bytes=5e9, call_seconds=3e-6)
 
 
