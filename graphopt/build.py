@@ -29,6 +29,7 @@ from graphopt.ir.spec import UPDATE_KINDS, OutputKind, TensorSpec
 from graphopt.ir.units import format_bytes
 from graphopt.optim.base import Optimizer
 from graphopt.options import CompileOptions
+from graphopt.passes.decide_memory import DecideMemory
 from graphopt.pipeline.default import default_pipeline
 from graphopt.pipeline.dump import Dump
 from graphopt.pipeline.pipeline import Pipeline
@@ -72,7 +73,11 @@ class Builder:
             request = MemoryRequest(self.options.checkpoint, self.options.memory, reserved_bytes, margin_bytes)
             pipeline = default_pipeline(stage, request)
         else:
-            pipeline = self.options.passes[(Stage.FORWARD, Stage.JOINT, Stage.STEP).index(stage)]
+            given = self.options.passes[(Stage.FORWARD, Stage.JOINT, Stage.STEP).index(stage)]
+            beside = {"reserved_bytes": reserved_bytes, "margin_bytes": margin_bytes}
+            pipeline = Pipeline(
+                tuple(replace(item, **beside) if isinstance(item, DecideMemory) else item for item in given)
+            )
         if self.options.release_gradients:
             return pipeline
         # Ordering may let a late gradient wait until behind the first update, which must then stand at the end.
