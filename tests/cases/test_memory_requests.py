@@ -158,3 +158,13 @@ def test_what_is_written_in_place_does_not_run_again():
     assert models[0].norm.running_mean.abs().max() > 0
     for name, value in models[0].state_dict().items():
         assert torch.equal(value, models[1].state_dict()[name]), name
+
+
+def test_a_parameter_changed_before_backward_is_noticed_where_its_layer_runs_again():
+    x = torch.randn(64, 8)
+    module = graphopt.compile(Net(), ["loss"], backend="aten", checkpoint=Manual(lambda facts: True))
+    loss = module(x)["loss"]
+    with torch.no_grad():
+        module.get_parameter("layers.0.0.weight").mul_(2)  # eager does not read it in backward, a second run does
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
