@@ -17,10 +17,12 @@ from graphopt.capture.export import Captured, OutputRequest, capture_program
 from graphopt.capture.loss_weight import LossWeight, find_loss_weight
 from graphopt.capture.update import UpdateRequest, append_update, append_window, window_update_program
 from graphopt.checkpoint import host_bytes
-from graphopt.errors import BudgetError, OutputError
-from graphopt.execute.backend import choose_backend
+from graphopt.errors import BudgetError, OutputError, UnsupportedError
+from graphopt.execute.backend import ATEN, Backend, choose_backend
 from graphopt.execute.executable import Executable, build_executable
 from graphopt.execute.far_memory import FarMemory
+from graphopt.execute.model_view import view_model
+from graphopt.execute.shared_memory import overlapping_tensors
 from graphopt.execute.workspace import MeasuredWorkspace
 from graphopt.ir.hazards import protect_backward_reads, separate_updates
 from graphopt.ir.liveness import plan_memory
@@ -29,7 +31,7 @@ from graphopt.ir.spec import UPDATE_KINDS, OutputKind, TensorSpec
 from graphopt.ir.units import format_bytes
 from graphopt.optim.base import Optimizer
 from graphopt.options import CompileOptions
-from graphopt.pipeline.default import default_pipeline
+from graphopt.pipeline.default import default_pipeline, with_less_room
 from graphopt.pipeline.dump import Dump
 from graphopt.pipeline.pipeline import Pipeline
 from graphopt.planner.decide import MemoryRequest
@@ -72,11 +74,16 @@ class Builder:
             request = MemoryRequest(self.options.checkpoint, self.options.memory, reserved_bytes, margin_bytes)
             pipeline = default_pipeline(stage, request)
         else:
-            pipeline = self.options.passes[(Stage.FORWARD, Stage.JOINT, Stage.STEP).index(stage)]
-        if self.options.release_gradients:
+            given = self.options.passes[(Stage.FORWARD, Stage.JOINT, Stage.STEP).index(stage)]
+            pipeline = with_less_room(given, reserved_bytes=reserved_bytes, margin_bytes=margin_bytes)
+        if self.options.release_gradients and not self._shared():
             return pipeline
         # Ordering may let a late gradient wait until behind the first update, which must then stand at the end.
         return pipeline.without("release-gradients").without("order-for-lifetime")
+
+    def _shared(self) -> tuple[str, ...]:
+        """Parameters that overlap with other tensors of the model: all updates stand at the end, in order."""
+        return overlapping_tensors(view_model(self.model))
 
     def run_passes(
         self, program: Program, stage: Stage, dump: Dump | None, pipeline: Pipeline | None = None
@@ -208,12 +215,25 @@ class Builder:
             needed,
         )
 
+    def _aten(self) -> Backend:
+        return ATEN if self.options.backend == "aten" else Backend("aten", "auto: parameters overlap in memory")
+
+    def _refuse_shared(self) -> None:
+        """Raise UnsupportedError for overlapping parameters: a region writes several as if they were apart."""
+        shared = self._shared()
+        if shared:
+            raise UnsupportedError(
+                f"backend='inductor' expects parameters with memory of their own, but {', '.join(shared)} overlap: use "
+                "one torch.nn.Parameter for both, or backend='aten'"
+            )
+
     def _executable(self, program: Program, dump: Dump | None, title: str, passes: Pipeline) -> Executable:
         """``program`` after the step ``passes``, on the backend that was asked for or chosen."""
         far_memory = self._far_memory()
-        if self.options.backend == "aten":
+        if self.options.backend == "aten" or (self.options.backend == "auto" and self._shared()):
             in_place = self.run_passes(program, Stage.STEP, dump, passes)
-            return build_executable(in_place, title=title, far_memory=far_memory)
+            return build_executable(in_place, title=title, far_memory=far_memory, backend=self._aten())
+        self._refuse_shared()
         functional = self.run_passes(program, Stage.STEP, dump, Pipeline(tuple(p for p in passes if not p.in_place)))
         backend = choose_backend(self.options.backend, functional)
         last = Pipeline(tuple(item for item in passes if item.in_place))

@@ -6,7 +6,7 @@ host memory. ``SqrtN() + Offload()`` does both: what the first does not drop, th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from graphopt.errors import UnsupportedError
@@ -33,6 +33,8 @@ class Policy:
     """Base of all policies; they are values: compare them, print them, add them."""
 
     def __add__(self, other: Policy) -> Combined:
+        if not isinstance(other, Policy):
+            return NotImplemented
         return Combined((*_parts(self), *_parts(other)))
 
 
@@ -75,13 +77,15 @@ class Manual(Policy):
     def __post_init__(self) -> None:
         if callable(self.which):
             return
-        if isinstance(self.which, str) or not all(isinstance(name, str) for name in self.which):
+        is_list = isinstance(self.which, Iterable) and not isinstance(self.which, (str, bytes))
+        names = tuple(self.which) if is_list else (None,)
+        if not all(isinstance(name, str) for name in names):
             raise UnsupportedError(
                 f"Manual expects a list of module paths or a predicate, came {self.which!r}: write Manual(['...'])"
             )
-        if not self.which:
+        if not names:
             raise UnsupportedError("Manual([]) names nothing: leave checkpoint out to keep everything")
-        object.__setattr__(self, "which", tuple(self.which))
+        object.__setattr__(self, "which", names)
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from graphopt.execute.model_view import ModelView, view_model
 from graphopt.ir.liveness import forward_end
 from graphopt.ir.program import Program
 from graphopt.ir.spec import Input, InputKind, OutputKind, TensorSpec
+from graphopt.ir.storage import storage_map
 
 
 class ModuleBuilder(Protocol):
@@ -269,14 +270,15 @@ def _undifferentiated(program: Program, differentiable: Sequence[str]) -> tuple[
 
 
 def _read_in_backward(executable: Executable) -> tuple[int, ...]:
-    """Positions of the tensor inputs that the segments behind the forward read."""
+    """Positions of the tensor inputs that the segments behind the forward read, themselves or through a view."""
     program = executable.program
+    held = storage_map(program).held
     late = executable.plan.order[forward_end(program) :]
-    read = {argument for node in late for argument in node.all_input_nodes}
+    read = {number for node in late for argument in node.all_input_nodes for number in held[argument]}
     return tuple(
         i
         for i, (node, entry) in enumerate(zip(program.placeholders(), program.signature.inputs, strict=True))
-        if node in read and entry.kind is not InputKind.TANGENT
+        if not read.isdisjoint(held[node]) and entry.kind is not InputKind.TANGENT
     )
 
 

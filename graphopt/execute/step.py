@@ -31,6 +31,7 @@ from graphopt.execute.executable import Executable, run_before_commit, run_segme
 from graphopt.execute.inputs import collect_inputs, refuse_aliased, user_outputs, write_back
 from graphopt.execute.interrupts import held_interrupts
 from graphopt.execute.model_view import ModelView, eval_mode, view_model
+from graphopt.execute.shared_memory import apart_from
 from graphopt.execute.train_state import TrainState, zeros
 from graphopt.execute.update_info import UpdateInfo, update_info
 from graphopt.ir.program import Program
@@ -142,7 +143,7 @@ class TrainStep:
             refuse_module_hooks(self.model)
         refuse_parameter_hooks(view.parameters)
         self.state.follow(view.parameters)
-        return bound, view
+        return apart_from(bound, view.parameters), view
 
     def _gradient(self, bound: BoundBatch, view: ModelView) -> Any:
         wrt = [name for name, parameter in view.parameters.items() if parameter.requires_grad]

@@ -1,8 +1,9 @@
 """What operators allocate inside themselves, found by running each distinct call once under the allocator's eye.
 
-Pointwise operators, views, factories and plain matrix products allocate nothing but their result. Everything else
-(convolutions, attention, normalisation backward, reductions, ...) is run once for each distinct combination of
-operator, shapes, strides and options, on zeros; what it allocates beyond its results is remembered for the process.
+Pointwise operators of one dtype and without numbers, views, factories and plain matrix products allocate nothing but
+their result. Everything else (convolutions, attention, normalisation backward, reductions, ...) is run once for each
+distinct combination of operator, shapes, strides and options, on zeros; what it allocates beyond its results is
+remembered for the process.
 """
 
 from __future__ import annotations
@@ -60,9 +61,28 @@ def _may_allocate(node: fx.Node) -> bool:
     if not tensors or any(tensor.device.type != "cpu" for tensor in tensors):
         return False
     if ops.is_pointwise(node):
-        # With mixed dtypes the CPU converts operands in temporaries; 0-dim ones are read as numbers.
-        return len({tensor.dtype for tensor in tensors if tensor.dim()}) > 1
+        # With mixed dtypes, that of the result included, the CPU converts operands in temporaries. A number where the
+        # operator wants a tensor becomes one, and is converted.
+        return len({tensor.dtype for tensor in (*tensors, *_tensor_values([node]))}) > 1 or _wraps_number(node)
     return not (ops.is_matmul(node) and all(_is_blas_ready(tensor) for tensor in tensors))
+
+
+def _wraps_number(node: fx.Node) -> bool:
+    """Whether a number among the arguments of ``node`` is made a tensor of."""
+    op = ops.overload(node)
+    if op is None:
+        return False
+    if op._overloadname.endswith("Scalar"):  # written by torch with the operator that takes a tensor
+        return True
+    given = zip(op._schema.arguments, node.args, strict=False)
+    return any(
+        isinstance(argument.type, torch.TensorType) and isinstance(_content(value), (int, float, complex))
+        for argument, value in given
+    )
+
+
+def _content(value: Any) -> Any:
+    return value.meta.get("val") if isinstance(value, fx.Node) else value
 
 
 def _is_blas_ready(tensor: torch.Tensor) -> bool:

@@ -53,10 +53,15 @@ def _in_place_overload(op: torch._ops.OpOverload) -> torch._ops.OpOverload | Non
 
 @functools.cache
 def _out_overload(op: torch._ops.OpOverload) -> tuple[torch._ops.OpOverload, str] | None:
-    """The overload with the same arguments and one keyword tensor that it writes, and that keyword's name."""
+    """The overload with the same arguments and one keyword tensor that it writes, and that keyword's name.
+
+    Not one that torch generated: it makes the result in new memory and copies it, so nothing would be saved.
+    """
     packet = op.overloadpacket
     for overload_name in packet.overloads():
         candidate = getattr(packet, overload_name)
+        if torch.Tag.generated in candidate.tags:
+            continue
         written = [argument for argument in candidate._schema.arguments if argument.alias_info is not None]
         if len(written) != 1 or not written[0].kwarg_only or not written[0].alias_info.is_write:
             continue

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from fractions import Fraction
 
 from graphopt.errors import UnsupportedError
 
@@ -40,6 +41,9 @@ def parse_bytes(size: int | str, *, name: str = "size") -> int:
     if isinstance(size, int) and not isinstance(size, bool) and size > 0:
         return size
     match = _SIZE.fullmatch(size) if isinstance(size, str) else None
-    if match is None or match["unit"].lower() not in _FACTORS or float(match["number"]) <= 0:
+    num_bytes = 0
+    if match is not None and match["unit"].lower() in _FACTORS:
+        num_bytes = int(Fraction(match["number"]) * _FACTORS[match["unit"].lower()])
+    if num_bytes <= 0:
         raise UnsupportedError(f"{name} expects bytes as a whole number or text such as '2GiB', came {size!r}")
-    return int(float(match["number"]) * _FACTORS[match["unit"].lower()])
+    return num_bytes

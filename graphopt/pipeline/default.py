@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from graphopt.ir.program import Stage
 from graphopt.passes.decide_memory import DecideMemory
 from graphopt.passes.dedupe import Dedupe
@@ -85,3 +87,15 @@ def default_pipeline(stage: Stage, memory: MemoryRequest = NO_REQUEST) -> Pipeli
     if stage is Stage.STEP:
         return step_pipeline(memory)
     return {Stage.FORWARD: forward_pipeline, Stage.JOINT: joint_pipeline}[stage]()
+
+
+def with_less_room(pipeline: Pipeline, *, reserved_bytes: int, margin_bytes: int) -> Pipeline:
+    """``pipeline`` deciding about memory beside ``reserved_bytes``, ``margin_bytes`` below the budget."""
+    return Pipeline(
+        tuple(
+            replace(item, reserved_bytes=reserved_bytes, margin_bytes=margin_bytes)
+            if isinstance(item, DecideMemory)
+            else item
+            for item in pipeline
+        )
+    )

@@ -8,7 +8,7 @@ from fractions import Fraction
 from graphopt.checkpoint import Offload, Policy, policy_parts
 from graphopt.errors import BudgetError, UnsupportedError
 from graphopt.ir.decisions import Action, DecisionTable
-from graphopt.ir.liveness import Workspace
+from graphopt.ir.liveness import Workspace, forward_end
 from graphopt.ir.program import Program
 from graphopt.ir.units import format_bytes, parse_bytes
 from graphopt.planner.costs import Rates, call_seconds
@@ -81,7 +81,15 @@ def check_budget(budget: object) -> Budget | None:
 
 
 def decide(program: Program, request: MemoryRequest, workspace: Workspace) -> DecisionTable:
-    """The decisions for ``program`` (functional, at stage step). Raises BudgetError when the budget cannot be met."""
+    """The decisions for ``program`` (functional, at stage step). Raises BudgetError when the budget cannot be met.
+
+    A program without a backward part (an evaluation, the update that ends a window) has nothing to decide: policies and
+    fractions are about the step that has one, and only a budget in bytes must hold here as well.
+    """
+    if _backward_is_missing(program):
+        if not isinstance(request.budget, (int, str)):
+            return program.decisions
+        request = replace(request, policy=None)
     rates = request.rates or machine_rates()
     graph = step_graph(program, seconds=call_seconds(program, rates), workspace=workspace)
     whole = graph.resident_bytes + request.reserved_bytes
@@ -91,6 +99,11 @@ def decide(program: Program, request: MemoryRequest, workspace: Workspace) -> De
     choice = policy_choice(program, graph, recompute) if recompute else KEEP_ALL
     table = _checked(program, graph, simulate(graph, choice), request, whole)
     return table if request.offload is None else offload_saved(program, table, request.offload, rates)
+
+
+def _backward_is_missing(program: Program) -> bool:
+    """Whether no call of ``program`` belongs to a backward part."""
+    return forward_end(program) >= len(program.ops())
 
 
 def _planned(program: Program, graph: StepGraph, request: MemoryRequest, whole: int, rates: Rates) -> DecisionTable:

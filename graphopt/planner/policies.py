@@ -108,7 +108,17 @@ def _matches(module: str, pattern: str) -> bool:
 def _by_predicate(program: Program, graph: StepGraph, predicate: Callable[[ValueFacts], bool]) -> set[int]:
     dropped = set()
     for s in graph.early_storages():
-        if graph.repeatable[graph.maker[s]] and predicate(value_facts(program, graph, s)):
+        if not graph.repeatable[graph.maker[s]]:
+            continue
+        facts = value_facts(program, graph, s)
+        try:
+            is_dropped = predicate(facts)
+        except Exception as error:
+            raise UnsupportedError(
+                f"the predicate of Manual expects one ValueFacts and says whether to drop the value; for {facts} it "
+                f"raised {type(error).__name__}: {error}"
+            ) from error
+        if is_dropped:
             dropped.add(s)
     return dropped
 

@@ -93,12 +93,22 @@ def step_graph(program: Program, *, seconds: dict[fx.Node, float], workspace: Wo
         returned=_returned(program, index),
         writes=_writes(program, storages.held, index),
         reusable=tuple(_reusable(program, node, storages.held, storages.nbytes, index) for node in nodes),
-        repeatable=tuple(node.op != "call_function" or ops.is_pure(node) for node in nodes),
+        repeatable=_repeatable(nodes, storages.held),
         seconds=tuple(seconds.get(node, 0.0) for node in nodes),
         workspace=tuple(workspace(node) if node.op == "call_function" else 0 for node in nodes),
         first_late=index[calls[split]] if split < len(calls) else len(nodes),
         resident_bytes=sum(storages.nbytes[s] for s in storages.resident),
         index=index,
+    )
+
+
+def _repeatable(nodes: tuple[fx.Node, ...], held: dict[fx.Node, tuple[int, ...]]) -> tuple[bool, ...]:
+    """Pure calls whose memory no call writes into: neither their result nor what they read would be the same again."""
+    written = {s for node in nodes if node.op == "call_function" for a in ops.mutated_arguments(node) for s in held[a]}
+    return tuple(
+        node.op != "call_function"
+        or (ops.is_pure(node) and all(written.isdisjoint(held[other]) for other in (node, *node.all_input_nodes)))
+        for node in nodes
     )
 
 
