@@ -65,5 +65,7 @@ def _parse_value(pass_name: str, option: str, text: str, type_name: str) -> Any:
             try:
                 return convert(text)
             except ValueError as error:
+                if "str" in type_name:
+                    return text
                 raise PipelineError(f"{pass_name}: {option} expects {prefix}, came {text!r}") from error
     return text

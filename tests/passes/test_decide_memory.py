@@ -146,3 +146,9 @@ def test_workspace_of_operators_counts():
     step(x=x)
     report = step.report(measure=True)
     assert report.measured_peak_bytes == report.predicted_peak_bytes
+
+
+def test_a_budget_can_be_given_as_text_and_as_a_number():
+    (sized,) = Pipeline.parse("decide-memory{budget=100KiB}")
+    (counted,) = Pipeline.parse("decide-memory{budget=4096}")
+    assert (sized.budget, counted.budget) == ("100KiB", 4096)
