@@ -58,6 +58,8 @@ class PackMasks(Pass):
                 count += 1
             else:
                 refusals.append(Refusal.at(node, objection))
+        if count:
+            program.refresh()  # views of a mask show other memory now
         return Changes(count, tuple(refusals))
 
 
@@ -99,12 +101,3 @@ def _pack(program: Program, node: fx.Node) -> None:
     for user in list(node.users):
         if user is not packed:
             user.replace_input_with(node, unpacked)
-            _share_memory_again(program, user)
-
-
-def _share_memory_again(program: Program, node: fx.Node) -> None:
-    """Infer ``node`` and its views anew if it is a view: what it shows lies elsewhere now."""
-    if ops.is_view(node):
-        node.meta["val"] = program.infer(node)
-        for user in node.users:
-            _share_memory_again(program, user)

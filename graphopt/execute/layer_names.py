@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from torch import fx
 
 from graphopt.ir.liveness import backward_nodes
+from graphopt.ir.module_paths import numbered_prefixes
 from graphopt.ir.program import Program
 from graphopt.ir.spec import InputKind
 
@@ -38,7 +39,7 @@ class LayerNames:
         # A backward call without a layer of its own belongs where the parameter it reads does, or else the latest of
         # the forward values it reads.
         for node in program.ops():
-            if node not in backward or _numbered_prefixes(self._module[node]):
+            if node not in backward or numbered_prefixes(self._module[node]):
                 continue
             read = bases_read(node)
             known = [parameters[base] for base in read if base in parameters]
@@ -53,7 +54,7 @@ class LayerNames:
             prefix
             for node, counts in zip(calls, compiles, strict=True)
             if counts
-            for prefix in _numbered_prefixes(self._module[node])
+            for prefix in numbered_prefixes(self._module[node])
         )
         labels: list[str | None] = [self._layer(node, sizes) for node in calls]
         filled = _filled(labels)
@@ -63,14 +64,8 @@ class LayerNames:
         module = self._module[node]
         if not module:
             return None
-        prefixes = _numbered_prefixes(module)
+        prefixes = numbered_prefixes(module)
         return next((prefix for prefix in prefixes if sizes[prefix] <= _MOST_CALLS_OF_A_LAYER), "")
-
-
-def _numbered_prefixes(module: str) -> list[str]:
-    """``a.0``, ``a.0.b.1`` for ``a.0.b.1.c``."""
-    parts = module.split(".")
-    return [".".join(parts[: i + 1]) for i, part in enumerate(parts) if part.isdigit()]
 
 
 def _filled(labels: Sequence[str | None]) -> list[str]:

@@ -12,8 +12,9 @@ from torch import fx
 from graphopt.ir import ops
 from graphopt.ir.liveness import forward_end
 from graphopt.ir.program import Program
-from graphopt.ir.spec import UPDATE_KINDS, OutputKind, TensorSpec, updated_input_kind
+from graphopt.ir.spec import OutputKind, TensorSpec
 from graphopt.ir.storage import storage_map
+from graphopt.ir.update_targets import update_targets
 
 aten = torch.ops.aten
 
@@ -23,17 +24,17 @@ _WRITTEN_AFTER_FORWARD = (OutputKind.BUFFER_UPDATE, OutputKind.BATCH_UPDATE)
 def separate_updates(program: Program) -> int:
     """Copy updates whose value lies in the memory of an input that is itself overwritten; returns how many."""
     storages = storage_map(program)
-    targets = _targets(program)
-    written = {number for target in targets.values() for number in storages.held[target]}
+    targets = update_targets(program)
+    written = {number for update in targets for number in storages.held[update.target]}
     values = list(program.output_values())
     count = 0
-    for position, target in targets.items():
-        value = values[position]
+    for update in targets:
+        value, target = update.value, update.target
         if value is target or written.isdisjoint(storages.held[value]):
             continue
         if storages.shares(value, target) and _is_same_place(program, value, target):
             continue
-        values[position] = _copied_first(program, value)
+        values[update.position] = _copied_first(program, value)
         count += 1
     if count:
         program.set_outputs(values, program.signature.outputs)
@@ -49,10 +50,7 @@ def guarded_inputs(program: Program) -> tuple[fx.Node, ...]:
     """Inputs written after the forward part, which ``protect_backward_reads`` copies if the backward reads them."""
     if updates_parameters(program):
         return ()
-    outputs = program.signature.outputs
-    return tuple(
-        target for position, target in _targets(program).items() if outputs[position].kind in _WRITTEN_AFTER_FORWARD
-    )
+    return _written_after_forward(program)
 
 
 def protect_backward_reads(program: Program) -> int:
@@ -62,9 +60,7 @@ def protect_backward_reads(program: Program) -> int:
     """
     drop_unused_statistics(program)
     count = 0
-    for position, target in _targets(program).items():
-        if program.signature.outputs[position].kind not in _WRITTEN_AFTER_FORWARD:
-            continue
+    for target in _written_after_forward(program):
         if not _is_read_in_backward(program, target):
             continue
         copy = _copied_first(program, target)
@@ -84,16 +80,8 @@ def drop_unused_statistics(program: Program) -> None:
             node.args = (*node.args[:3], None, None, *node.args[5:])
 
 
-def _targets(program: Program) -> dict[int, fx.Node]:
-    """For each update output by position, the placeholder it is written into."""
-    placeholders = program.placeholders()
-    found = {}
-    for position, output in enumerate(program.signature.outputs):
-        if output.kind in UPDATE_KINDS:
-            index = program.signature.input_index(output.name, updated_input_kind(output.kind))
-            assert index is not None, f"no input to update for output {output.name!r}"
-            found[position] = placeholders[index]
-    return found
+def _written_after_forward(program: Program) -> tuple[fx.Node, ...]:
+    return tuple(update.target for update in update_targets(program) if update.output.kind in _WRITTEN_AFTER_FORWARD)
 
 
 def _is_same_place(program: Program, value: fx.Node, target: fx.Node) -> bool:

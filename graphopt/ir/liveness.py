@@ -14,9 +14,10 @@ from torch import fx
 
 from graphopt.ir import ops
 from graphopt.ir.program import Program, nodes_in
-from graphopt.ir.spec import UPDATE_KINDS, InputKind, OutputKind, updated_input_kind
+from graphopt.ir.spec import UPDATE_KINDS, InputKind, OutputKind
 from graphopt.ir.storage import StorageMap, storage_map
 from graphopt.ir.twins import is_twin
+from graphopt.ir.update_targets import update_targets
 
 Workspace = Callable[[fx.Node], int]
 """Bytes that an operator allocates and frees inside itself, beyond its results."""
@@ -142,17 +143,12 @@ def _write_points(
 ) -> tuple[list[list[WriteBack]], list[WriteBack]]:
     write_after: list[list[WriteBack]] = [[] for _ in index]
     at_end: list[WriteBack] = []
-    placeholders = program.placeholders()
     readers = _last_readers(program, storages, index)
-    for value, output in zip(program.output_values(), program.signature.outputs, strict=True):
-        if output.kind not in UPDATE_KINDS:
-            continue
-        position = program.signature.input_index(output.name, updated_input_kind(output.kind))
-        assert position is not None, f"no input to update for output {output.name!r}"
-        target = placeholders[position]
+    for update in update_targets(program):
+        value, target = update.value, update.target
         if storages.shares(value, target):
             continue
-        if output.kind in (OutputKind.BUFFER_UPDATE, OutputKind.BATCH_UPDATE) or value not in index:
+        if update.output.kind in (OutputKind.BUFFER_UPDATE, OutputKind.BATCH_UPDATE) or value not in index:
             at_end.append(WriteBack(value, target))
             continue
         written = max([index[value], *(readers.get(number, -1) for number in storages.held[target])])

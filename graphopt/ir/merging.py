@@ -9,8 +9,9 @@ from torch import fx
 
 from graphopt.ir import ops
 from graphopt.ir.program import Program, Stage, nodes_in
-from graphopt.ir.spec import UPDATE_KINDS, InputKind, OutputKind, updated_input_kind
+from graphopt.ir.spec import UPDATE_KINDS, InputKind, OutputKind
 from graphopt.ir.storage import storage_map, tensors_in
+from graphopt.ir.update_targets import update_targets
 
 
 def same_tensor(left: fx.Node, right: fx.Node) -> bool:
@@ -138,13 +139,8 @@ class Merger:
 
 def _overwritten_inputs(program: Program) -> set[fx.Node]:
     """Inputs that an update overwrites before the step ends, as soon as nothing reads them any more."""
-    placeholders = program.placeholders()
     kinds = UPDATE_KINDS - {OutputKind.BUFFER_UPDATE, OutputKind.BATCH_UPDATE}
-    indices = (
-        program.signature.input_index(output.name, updated_input_kind(output.kind))
-        for _, output in program.signature.outputs_of(*kinds)
-    )
-    return {placeholders[index] for index in indices if index is not None}
+    return {update.target for update in update_targets(program) if update.output.kind in kinds}
 
 
 def _differentiable_nodes(program: Program) -> set[fx.Node]:

@@ -11,8 +11,9 @@ from torch import fx
 from graphopt.ir import ops
 from graphopt.ir.in_place import has_in_place_form
 from graphopt.ir.program import Program, nodes_in
-from graphopt.ir.spec import InputKind, OutputKind, TensorSpec, updated_input_kind
+from graphopt.ir.spec import InputKind, OutputKind, TensorSpec
 from graphopt.ir.storage import StorageMap, storage_map
+from graphopt.ir.update_targets import update_targets
 
 _WRITABLE = (OutputKind.PARAM_UPDATE, OutputKind.STATE_UPDATE)
 
@@ -73,12 +74,16 @@ class DyingOperands:
 
     def reusable(self, node: fx.Node) -> Iterator[fx.Node]:
         """Operands of ``node`` whose storage it may write its result into, first operand first."""
+        return (operand for operand in self.fitting(node) if self._dies_at(node, operand))
+
+    def fitting(self, node: fx.Node) -> Iterator[fx.Node]:
+        """Operands of ``node`` that could take its result if they died with it, first operand first."""
         operands = ops.overwritable_arguments(node)
         if not operands or ops.is_mutating(node) or not ops.is_pure(node) or node not in self.storage:
             return
         spec = self.program.spec(node)
         for operand in operands:
-            if operand in self.storage and self._dies_at(node, operand) and self._fits(node, operand, spec):
+            if operand in self.storage and self._fits(node, operand, spec):
                 yield operand
 
     def _dies_at(self, node: fx.Node, operand: fx.Node) -> bool:
@@ -127,11 +132,13 @@ def _is_lazy(value: object) -> bool:
 
 def _storages_with_update(program: Program, storage: dict[fx.Node, int]) -> set[int]:
     """Storages of parameters and state that the program updates anyway."""
-    written = set()
-    placeholders = program.placeholders()
-    for value, output in zip(program.output_values(), program.signature.outputs, strict=True):
-        if output.kind in _WRITABLE and nodes_in((value,)):
-            position = program.signature.input_index(output.name, updated_input_kind(output.kind))
-            if position is not None and program.signature.inputs[position].kind is not InputKind.BUFFER:
-                written.add(storage[placeholders[position]])
-    return written
+    buffers = {
+        node
+        for node, entry in zip(program.placeholders(), program.signature.inputs, strict=True)
+        if entry.kind is InputKind.BUFFER
+    }
+    return {
+        storage[update.target]
+        for update in update_targets(program)
+        if update.output.kind in _WRITABLE and nodes_in((update.value,)) and update.target not in buffers
+    }

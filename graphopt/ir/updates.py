@@ -15,7 +15,8 @@ from torch import fx
 from graphopt.ir import ops
 from graphopt.ir.liveness import backward_nodes, forward_end
 from graphopt.ir.program import Program, nodes_in
-from graphopt.ir.spec import InputKind, Output, OutputKind, updated_input_kind
+from graphopt.ir.spec import InputKind, Output, OutputKind
+from graphopt.ir.update_targets import update_targets
 
 _WRITTEN_EARLY = (OutputKind.PARAM_UPDATE, OutputKind.STATE_UPDATE)
 _SEVERAL = ""  # leads to more than one update, or to something else; no parameter is called so
@@ -81,12 +82,10 @@ def _parameter_of(program: Program, output: Output) -> str:
 
 
 def _targets_by_parameter(program: Program) -> dict[str, list[fx.Node]]:
-    placeholders = program.placeholders()
     targets: dict[str, list[fx.Node]] = {}
-    for _, output in program.signature.outputs_of(*_WRITTEN_EARLY):
-        index = program.signature.input_index(output.name, updated_input_kind(output.kind))
-        assert index is not None, f"no input to update for output {output.name!r}"
-        targets.setdefault(_parameter_of(program, output), []).append(placeholders[index])
+    for update in update_targets(program):
+        if update.output.kind in _WRITTEN_EARLY:
+            targets.setdefault(_parameter_of(program, update.output), []).append(update.target)
     return targets
 
 

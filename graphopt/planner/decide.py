@@ -7,7 +7,7 @@ from fractions import Fraction
 
 from graphopt.checkpoint import Offload, Policy, policy_parts
 from graphopt.errors import BudgetError, UnsupportedError
-from graphopt.ir.decisions import Action, DecisionTable
+from graphopt.ir.decisions import DecisionTable
 from graphopt.ir.liveness import Workspace, forward_end
 from graphopt.ir.program import Program
 from graphopt.ir.units import format_bytes, parse_bytes
@@ -187,6 +187,3 @@ def _budget_message(program: Program, graph: StepGraph, smallest: Outcome, limit
         f"at {graph.nodes[smallest.order.node[k]].name}, where the largest values are {largest or 'none'}. The "
         f"smallest feasible budget is {format_bytes(smallest.peak_bytes + whole)} ({smallest.peak_bytes + whole} bytes)"
     )
-
-
-__all__ = ["Action", "Budget", "MemoryRequest", "check_budget", "decide"]

@@ -14,7 +14,7 @@ from graphopt.planner.local_search import LARGEST_GRAPH, LocalSearch
 from graphopt.planner.menu import kept_by_segment, peaks_by_segment, simulated_menu
 from graphopt.planner.polish import polish
 from graphopt.planner.segments import Segments, cut_segments
-from graphopt.planner.simulate import Outcome, simulate
+from graphopt.planner.simulate import Outcome, simulate, undominated
 from graphopt.planner.step_graph import StepGraph
 
 # Nodes times rungs; a rung takes about 5 simulations, of 6 us a node.
@@ -47,12 +47,12 @@ def search_frontier(graph: StepGraph) -> Frontier:
     excess = [0] * segments.num  # what one rung learns of the items, the next one knows
     for limit in _rungs(graph, outcomes):
         outcomes += _search(graph, segments, menu, limit, excess)
-        best = _pareto(outcomes).best(limit)
+        best = Frontier(tuple(undominated(outcomes))).best(limit)
         if best is not None and best.seconds:
             outcomes.append(polish(graph, best, limit))
     if graph.num_nodes <= LARGEST_GRAPH:
         outcomes = LocalSearch(graph, outcomes).run()
-    return _pareto(outcomes)
+    return Frontier(tuple(undominated(outcomes)))
 
 
 def _rungs(graph: StepGraph, outcomes: list[Outcome]) -> list[int]:
@@ -88,11 +88,3 @@ def _search(graph: StepGraph, segments: Segments, menu: Menu, limit: int, excess
             for j in range(item.start, item.end):
                 excess[j] = max(over, 0)
     return found
-
-
-def _pareto(outcomes: list[Outcome]) -> Frontier:
-    best: list[Outcome] = []
-    for found in sorted(outcomes, key=lambda found: (found.peak_bytes, found.seconds)):
-        if not best or found.seconds < best[-1].seconds:
-            best.append(found)
-    return Frontier(tuple(best))

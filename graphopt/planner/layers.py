@@ -6,11 +6,13 @@ from collections import Counter
 from dataclasses import dataclass
 from itertools import pairwise
 
+from graphopt.ir.module_paths import numbered_prefixes
 from graphopt.ir.program import Program
 from graphopt.planner.step_graph import StepGraph
 
 _FEW_LAYERS = 6
 """With fewer layers at one level of numbers (the stages of a ResNet), the level below is looked at."""
+_MOST_LEVELS = 3
 _LEAST_COVER = 0.5
 """Layers must hold at least so much of the forward part's cost to be the model's layers."""
 
@@ -56,27 +58,18 @@ def _cover(graph: StepGraph, layers: tuple[Layer, ...]) -> float:
 
 
 def _numbered_layers(program: Program, graph: StepGraph) -> tuple[Layer, ...]:
-    paths = [
-        program.origin(graph.nodes[i]).module.split(".") if graph.is_call[i] else [] for i in range(graph.first_late)
+    prefixes = [
+        numbered_prefixes(program.origin(graph.nodes[i]).module) if graph.is_call[i] else []
+        for i in range(graph.first_late)
     ]
     best: tuple[Layer, ...] = ()
-    for level in range(1, 4):
-        layers = _runs([_prefix(path, level) for path in paths])
+    for level in range(_MOST_LEVELS):
+        layers = _runs([found[level] if level < len(found) else "" for found in prefixes])
         if len(layers) >= 2:
             best = layers
         if len(layers) >= _FEW_LAYERS:
             break
     return best
-
-
-def _prefix(path: list[str], level: int) -> str:
-    """The path up to and with its ``level``-th number; empty if it has fewer numbers."""
-    seen = 0
-    for position, part in enumerate(path):
-        seen += part.isdigit()
-        if seen == level:
-            return ".".join(path[: position + 1])
-    return ""
 
 
 def _runs(labels: list[str]) -> tuple[Layer, ...]:

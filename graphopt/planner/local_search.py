@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import combinations, pairwise
 
 from graphopt.planner.schedule import Choice
-from graphopt.planner.simulate import Outcome, simulate
+from graphopt.planner.simulate import Outcome, simulate, undominated
 from graphopt.planner.step_graph import StepGraph
 
 LARGEST_GRAPH = 160
@@ -45,7 +45,7 @@ class LocalSearch:
 
     def __init__(self, graph: StepGraph, outcomes: list[Outcome]) -> None:
         self.graph = graph
-        self.found = _undominated(outcomes)
+        self.found = undominated(outcomes)
         self.left = _EFFORT // max(graph.num_nodes, 1)
         self.seen: dict[Choice, Outcome] = {}
         # The other end of the scale: nothing is held for longer than one late call needs it.
@@ -230,12 +230,4 @@ def _with(found: list[Outcome], outcome: Outcome) -> list[Outcome]:
     """``found`` (by rising peak) with ``outcome``, unless it is beaten."""
     if any(o.peak_bytes <= outcome.peak_bytes and o.seconds <= outcome.seconds for o in found):
         return found
-    return _undominated([*found, outcome])
-
-
-def _undominated(outcomes: list[Outcome]) -> list[Outcome]:
-    best: list[Outcome] = []
-    for outcome in sorted(outcomes, key=lambda outcome: (outcome.peak_bytes, outcome.seconds)):
-        if not best or outcome.seconds < best[-1].seconds:
-            best.append(outcome)
-    return best
+    return undominated([*found, outcome])

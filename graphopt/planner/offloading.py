@@ -15,7 +15,7 @@ from graphopt.planner.step_graph import StepGraph
 
 _LEAST_BYTES = 4096
 """Smaller values stay: a page is what a copy moves at least."""
-VISIBLE = 0.2
+_VISIBLE = 0.2
 """The part of a transfer's time that is taken to show: the rest runs beside the work, as far as the link keeps up."""
 
 
@@ -35,13 +35,13 @@ def offload_saved(program: Program, table: DecisionTable, policy: Offload, rates
             decided[row.value] = replace(row, reason=f"stays: {objection}")
             continue
         room = None if room is None else room - row.nbytes
-        seconds = VISIBLE * 2 * row.nbytes / rates.host_bytes
+        seconds = _transfer_seconds(row.nbytes, rates)
         decided[row.value] = replace(row, action=Action.OFFLOAD, seconds=seconds, reason="moves to host memory")
     return replace(table, rows=tuple(decided.get(row.value, row) for row in table.rows))
 
 
-def offloadable_storages(program: Program, graph: StepGraph) -> tuple[int, ...]:
-    """Storages that can leave, dearest to compute again first."""
+def _offloadable_storages(program: Program, graph: StepGraph) -> tuple[int, ...]:
+    """Storages that can leave, largest first."""
     facts = OffloadFacts(program)
     found = [
         s
@@ -56,7 +56,7 @@ def offloadable_storages(program: Program, graph: StepGraph) -> tuple[int, ...]:
 def plan_offload(program: Program, graph: StepGraph, policy: Offload, limit_bytes: int) -> Outcome | None:
     """The Outcome that offloads the fewest values (largest first) such that the peak, with as many values in flight as
     are prefetched, stays within ``limit_bytes``; None if not even all of them reach it."""
-    candidates = offloadable_storages(program, graph)
+    candidates = _offloadable_storages(program, graph)
     room = None if policy.host_budget is None else host_bytes(policy.host_budget)
     if room is not None:
         held = 0
@@ -85,4 +85,9 @@ def plan_offload(program: Program, graph: StepGraph, policy: Offload, limit_byte
 
 def transfer_seconds(graph: StepGraph, outcome: Outcome, rates: Rates) -> float:
     """What the transfers of ``outcome`` are taken to cost."""
-    return VISIBLE * sum(2 * graph.nbytes[s] / rates.host_bytes for s in outcome.choice.offloaded)
+    return sum(_transfer_seconds(graph.nbytes[s], rates) for s in sorted(outcome.choice.offloaded))
+
+
+def _transfer_seconds(nbytes: int, rates: Rates) -> float:
+    """What shows of one copy out and one copy in."""
+    return _VISIBLE * 2 * nbytes / rates.host_bytes

@@ -35,6 +35,10 @@ class Choice:
         found = {s: in_phases if s in self.renewed else (first_late,) for s in self.dropped}
         return found | dict(self.cuts)
 
+    def brings_back(self, made: tuple[int, ...]) -> bool:
+        """Whether all that a call makes, if anything, comes back from host memory instead of being computed."""
+        return bool(made) and self.offloaded.issuperset(made)
+
     def keeping(self, storages: frozenset[int]) -> Choice:
         """This choice with ``storages`` kept."""
         cuts = tuple((s, places) for s, places in self.cuts if s not in storages)
@@ -125,8 +129,7 @@ class _Building:
 
     def _sources(self, i: int) -> tuple[int, ...]:
         """What a twin is computed from; what comes back from host memory is computed from nothing."""
-        made = self.graph.made[i]
-        return () if made and self.choice.offloaded.issuperset(made) else self.graph.arguments[i]
+        return () if self.choice.brings_back(self.graph.made[i]) else self.graph.arguments[i]
 
     def _append(self, i: int, arguments: tuple[int, ...], *, twin: bool, anchor: int) -> None:
         if not twin:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from graphopt.planner.schedule import Choice, Schedule, schedule
@@ -14,8 +14,9 @@ _FOREVER = 1 << 60
 @dataclass(frozen=True)
 class Outcome:
     """What a Choice leads to. ``live[k]``: bytes above the resident ones while entry k of the schedule runs;
-    ``seconds``: cost of all that runs again; ``storage_of[k]``: numbers of the storages that entry k allocates;
-    ``storage_bytes``, ``birth``, ``death``: of each storage, its bytes and the entries it lives from and to."""
+    ``seconds``: cost of all that runs again; for each storage that entries allocate, ``content``: the graph's storage
+    that it is an instance of, ``storage_bytes``, and ``birth`` and ``death``, the entries it lives from and to (a birth
+    of -1: it lies in the memory of another)."""
 
     choice: Choice
     order: Schedule
@@ -35,9 +36,18 @@ def simulate(graph: StepGraph, choice: Choice) -> Outcome:
     seconds = sum(
         graph.seconds[i]
         for i, twin in zip(order.node, order.is_twin, strict=True)
-        if twin and not (graph.made[i] and choice.offloaded.issuperset(graph.made[i]))
+        if twin and not choice.brings_back(graph.made[i])
     )
     return _Simulation(graph, choice, order).outcome(seconds)
+
+
+def undominated(outcomes: Iterable[Outcome]) -> list[Outcome]:
+    """The outcomes that no other beats in both peak and seconds, from the smallest peak to the cheapest."""
+    best: list[Outcome] = []
+    for found in sorted(outcomes, key=lambda found: (found.peak_bytes, found.seconds)):
+        if not best or found.seconds < best[-1].seconds:
+            best.append(found)
+    return best
 
 
 class _Simulation:
@@ -51,6 +61,7 @@ class _Simulation:
         self.nbytes: list[int] = []
         self.content: list[int] = []  # the program's storage that a number is an instance of
         self.birth: list[int] = []
+        self.original = {i: k for k, i in enumerate(order.node) if not order.is_twin[k]}
         self._number()
         self.last_read = self._last_reads()
         self.joined = list(range(len(self.nbytes)))  # a number whose memory another took over points to it
@@ -134,16 +145,11 @@ class _Simulation:
             for _, n in self.storage[k]
         }
         for value, _ in self.graph.writes:
-            kept.update(n for _, n in self.storage[self._entry_of(value)])
+            kept.update(n for _, n in self.storage[self.original[value]])
         kept.update(
             -1 - s for s, resident in enumerate(self.graph.resident) if resident and s not in self.graph.overwritten
         )
         return kept
-
-    def _entry_of(self, i: int) -> int:
-        if not hasattr(self, "_entries"):
-            self._entries = {j: k for k, j in enumerate(self.order.node) if not self.order.is_twin[k]}
-        return self._entries[i]
 
     def _reuse(self, kept: set[int]) -> None:
         """As ``reuse-last-use``: a pointwise call writes into its first argument that dies with it."""
@@ -174,25 +180,21 @@ class _Simulation:
         """The last entry during which each number's memory is held."""
         order, graph = self.order, self.graph
         death = [-1] * len(self.nbytes)
-        for k, held in enumerate(self.storage):
-            for _, n in held:
-                root = self._root(n)
-                if root >= 0 and death[root] < k:
-                    death[root] = k
-        for n, k in self.last_read.items():
+
+        def hold(n: int, until: int) -> None:
             root = self._root(n)
-            if root >= 0 and death[root] < k:
-                death[root] = k
-        for k, i in enumerate(order.node):
-            if i in graph.returned and not order.is_twin[k]:
-                for _, n in self.storage[k]:
-                    if self._root(n) >= 0:
-                        death[self._root(n)] = _FOREVER
+            if root >= 0 and death[root] < until:
+                death[root] = until
+
+        for k, held in enumerate(self.storage):
+            is_returned = order.node[k] in graph.returned and not order.is_twin[k]
+            for _, n in held:
+                hold(n, _FOREVER if is_returned else k)
+        for n, k in self.last_read.items():
+            hold(n, k)
         for value, target in graph.writes:
-            entry = self._entry_of(value)
+            entry = self.original[value]
             written = max(entry, *(self.last_read.get(-1 - s, -1) for s in graph.held[target]))
             for _, n in self.storage[entry]:
-                root = self._root(n)
-                if root >= 0:
-                    death[root] = max(death[root], written)
+                hold(n, written)
         return death

@@ -12,8 +12,10 @@ from graphopt.ir.hazards import guarded_inputs
 from graphopt.ir.in_place import has_in_place_form
 from graphopt.ir.liveness import Workspace, forward_end
 from graphopt.ir.program import Program, nodes_in
-from graphopt.ir.spec import UPDATE_KINDS, InputKind, OutputKind, TensorSpec, updated_input_kind
+from graphopt.ir.reuse import DyingOperands
+from graphopt.ir.spec import UPDATE_KINDS, OutputKind
 from graphopt.ir.storage import storage_map
+from graphopt.ir.update_targets import update_targets
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,7 @@ def step_graph(program: Program, *, seconds: dict[fx.Node, float], workspace: Wo
                 value.setdefault(s, i)
     calls = program.ops()
     split = forward_end(program)
+    operands = DyingOperands(program, storages)
     return StepGraph(
         nodes=nodes,
         is_call=tuple(node.op == "call_function" for node in nodes),
@@ -88,11 +91,14 @@ def step_graph(program: Program, *, seconds: dict[fx.Node, float], workspace: Wo
         value=tuple(value.get(s, maker[s]) for s in range(len(storages.nbytes))),
         nbytes=storages.nbytes,
         resident=tuple(s in storages.resident for s in range(len(storages.nbytes))),
-        overwritten=_overwritten(program, storages.held),
+        overwritten=frozenset(operands.written),
         guarded=frozenset(s for node in guarded_inputs(program) for s in storages.held[node]),
         returned=_returned(program, index),
         writes=_writes(program, storages.held, index),
-        reusable=tuple(_reusable(program, node, storages.held, storages.nbytes, index) for node in nodes),
+        reusable=tuple(
+            tuple(index[operand] for operand in operands.fitting(node) if has_in_place_form(node, operand))
+            for node in nodes
+        ),
         repeatable=_repeatable(nodes, storages.held),
         seconds=tuple(seconds.get(node, 0.0) for node in nodes),
         workspace=tuple(workspace(node) if node.op == "call_function" else 0 for node in nodes),
@@ -112,29 +118,6 @@ def _repeatable(nodes: tuple[fx.Node, ...], held: dict[fx.Node, tuple[int, ...]]
     )
 
 
-def _targets(program: Program) -> list[tuple[fx.Node, fx.Node, OutputKind]]:
-    """(value, input it is written into, kind) of every update."""
-    placeholders = program.placeholders()
-    found = []
-    for value, output in zip(program.output_values(), program.signature.outputs, strict=True):
-        if output.kind in UPDATE_KINDS:
-            position = program.signature.input_index(output.name, updated_input_kind(output.kind))
-            assert position is not None, f"no input to update for output {output.name!r}"
-            found.append((value, placeholders[position], output.kind))
-    return found
-
-
-def _overwritten(program: Program, held: dict[fx.Node, tuple[int, ...]]) -> frozenset[int]:
-    kinds = (OutputKind.PARAM_UPDATE, OutputKind.STATE_UPDATE)
-    inputs = dict(zip(program.placeholders(), program.signature.inputs, strict=True))
-    return frozenset(
-        s
-        for _, target, kind in _targets(program)
-        if kind in kinds and inputs[target].kind is not InputKind.BUFFER
-        for s in held[target]
-    )
-
-
 def _returned(program: Program, index: dict[fx.Node, int]) -> frozenset[int]:
     """Nodes that are held to the end: outputs, and updates that are written when all has succeeded."""
     late = (OutputKind.BUFFER_UPDATE, OutputKind.BATCH_UPDATE)
@@ -150,46 +133,9 @@ def _writes(
 ) -> tuple[tuple[int, int], ...]:
     kinds = (OutputKind.PARAM_UPDATE, OutputKind.STATE_UPDATE)
     return tuple(
-        (index[value], index[target])
-        for value, target, kind in _targets(program)
-        if kind in kinds and value.op == "call_function" and set(held[value]).isdisjoint(held[target])
+        (index[update.value], index[update.target])
+        for update in update_targets(program)
+        if update.output.kind in kinds
+        and update.value.op == "call_function"
+        and set(held[update.value]).isdisjoint(held[update.target])
     )
-
-
-def _reusable(
-    program: Program,
-    node: fx.Node,
-    held: dict[fx.Node, tuple[int, ...]],
-    nbytes: tuple[int, ...],
-    index: dict[fx.Node, int],
-) -> tuple[int, ...]:
-    """Arguments that the pass ``reuse-last-use`` could let ``node`` write into, first to last."""
-    operands = ops.overwritable_arguments(node) if node.op == "call_function" else ()
-    if not operands or not ops.is_pure(node) or len(held[node]) != 1:
-        return ()
-    result = node.meta["val"]
-    if result.is_conj() or result.is_neg():
-        return ()
-    spec = TensorSpec.of(result)
-    return tuple(
-        index[operand]
-        for operand in operands
-        if _fits(node, operand, spec, held, nbytes) and has_in_place_form(node, operand)
-    )
-
-
-def _fits(
-    node: fx.Node, operand: fx.Node, spec: TensorSpec, held: dict[fx.Node, tuple[int, ...]], nbytes: tuple[int, ...]
-) -> bool:
-    content = operand.meta.get("val")
-    if not isinstance(content, torch.Tensor) or content.is_conj() or content.is_neg():
-        return False
-    if TensorSpec.of(content) != spec or spec.nbytes != nbytes[held[operand][0]] or held[operand] == held[node]:
-        return False
-    for other in ops.tensor_arguments(node):
-        if other is operand or held[other] != held[operand]:
-            continue
-        view = other.meta["val"]
-        if TensorSpec.of(view) != spec or view.storage_offset() != content.storage_offset():
-            return False
-    return True

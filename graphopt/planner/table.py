@@ -19,13 +19,9 @@ def decision_table(
     outcome: Outcome,
     *,
     policy: str,
-    reasons: dict[int, str] | None = None,
     notes: tuple[str, ...] = (),
 ) -> DecisionTable:
-    """One row for each value of the forward part that the backward part needs, itself or to compute others again.
-
-    ``reasons``: why a storage was decided as it was, where there is more to say than the general reason.
-    """
+    """One row for each value of the forward part that the backward part needs, itself or to compute others again."""
     copies = Counter(
         s
         for i, twin in zip(outcome.order.node, outcome.order.is_twin, strict=True)
@@ -51,7 +47,7 @@ def decision_table(
                 action=Action.RECOMPUTE if again else Action.SAVE,
                 nbytes=graph.nbytes[s],
                 seconds=graph.seconds[graph.maker[s]] * copies[s] if again else 0.0,
-                reason=(reasons or {}).get(s) or (_why_again(outcome, s) if again else _why_saved(graph, s)),
+                reason=_why_again(outcome, s) if again else _why_saved(graph, s),
                 source=str(program.origin(node)),
                 copies=copies[s],
                 again_at=tuple(graph.nodes[i].name for i in cuts.get(s, single.get(s, ()))) if again else (),
@@ -120,6 +116,3 @@ def _why_saved(graph: StepGraph, s: int) -> str:
     if not graph.repeatable[graph.maker[s]]:
         return "a random draw or a write: running it again would give something else"
     return "cheaper to keep than to compute again"
-
-
-__all__ = ["choice_of", "decision_table"]
