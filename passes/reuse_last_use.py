@@ -10,6 +10,9 @@ After::
     mul_ = aten.mul_.Tensor(p_weight, decay)
     gelu_backward = aten.gelu_backward.grad_input(grad, x, grad_input=grad)
 
+An operator with several results that are new values of its arguments (an update by blocks) writes all of them, if it
+may write all of them: ``graphopt.block_adam`` becomes ``graphopt.block_adam_``.
+
 Saves the bytes of the result (``numel * itemsize``) while the operator runs, and the page faults of fresh memory.
 Costs nothing: the same kernel computes the same bits into other memory. Refuses where the operand is read again, is
 returned, belongs to the caller (unless this is its own update), is a constant, has a conjugate or negative view, does
@@ -19,10 +22,13 @@ any more.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from graphopt.ir.in_place import in_place_call
+from torch import fx
+
+from graphopt.ir.in_place import in_place_call, writing_call
 from graphopt.ir.program import Program, Stage
 from graphopt.ir.reuse import DyingOperands
 from graphopt.ir.storage import storage_map
@@ -43,6 +49,12 @@ class ReuseLastUse(Pass):
         facts = DyingOperands(program, storages)
         count = 0
         for node in program.ops():
+            updated = facts.updated(node)
+            if updated:
+                facts.joined_results(node, updated)
+                _write_all(program, node, updated)
+                count += 1
+                continue
             operand = next(facts.reusable(node), None)
             if operand is None:
                 continue
@@ -55,3 +67,11 @@ class ReuseLastUse(Pass):
         if count:
             program.refresh()
         return Changes(count)
+
+
+def _write_all(program: Program, node: fx.Node, updated: Mapping[fx.Node, fx.Node]) -> None:
+    """Let ``node`` write its results into the arguments that they update."""
+    writing_call(program, node)
+    for result, operand in updated.items():
+        program.replace(result, operand)
+    program.erase_if_unused(node)
