@@ -22,7 +22,7 @@ IMPORTS: dict[str, frozenset[str]] = {
     "errors": frozenset(),
     "version": frozenset(),
     "kernels": frozenset(),
-    "operators": frozenset(),
+    "operators": frozenset({"kernels"}),
     "ir": frozenset({"errors", "operators"}),
     "optim": frozenset({"errors", "ir", "operators"}),
     "checkpoint": frozenset({"errors", "ir"}),
