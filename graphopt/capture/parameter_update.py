@@ -10,14 +10,15 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
+import graphopt.operators.round_weights  # noqa: F401  registers the operators
 from graphopt.capture.update_bucket import MASTER, REMAINDER, UPDATE_NUMBER, UpdateBucket
 from graphopt.ir.program import Program
 from graphopt.ir.spec import TensorSpec
-from graphopt.operators.weight_rounding import JOIN_REMAINDER, ROUND_STOCHASTICALLY, SPLIT_REMAINDER
 from graphopt.optim.base import Emit, Optimizer, ParameterUpdate, UpdateResult
 from graphopt.optim.state import Weights
 
 aten = torch.ops.aten
+ours = torch.ops.graphopt
 
 
 @dataclass(frozen=True)
@@ -100,7 +101,7 @@ class ParameterWriter:
         if bucket.weights is Weights.MASTER:
             return state[MASTER]
         if bucket.weights is Weights.REMAINDER:
-            return self.emit(JOIN_REMAINDER, parameter, state[REMAINDER])
+            return self.emit(ours.join_remainder.default, parameter, state[REMAINDER])
         return parameter
 
     def _written(
@@ -116,11 +117,11 @@ class ParameterWriter:
         if bucket.weights is Weights.MASTER:
             return UpdatedParameter(self._cast(new, spec.dtype), {**result.state, MASTER: new})
         if bucket.weights is Weights.REMAINDER:
-            halves = self.emit(SPLIT_REMAINDER, new)
+            halves = self.emit(ours.split_remainder.default, new)
             high, low = (self.emit(operator.getitem, halves, position) for position in (0, 1))
             return UpdatedParameter(high, {**result.state, REMAINDER: low})
         if bucket.weights is Weights.STOCHASTIC and not bucket.is_by_blocks:
-            rounded = self.emit(ROUND_STOCHASTICALLY, new, seed, numbers[UPDATE_NUMBER], 0)
+            rounded = self.emit(ours.round_stochastically.default, new, seed, numbers[UPDATE_NUMBER], 0)
             return UpdatedParameter(rounded, result.state)
         return UpdatedParameter(self._cast(new, spec.dtype), result.state)
 

@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 
 import torch
 
+import graphopt.operators.block_update  # noqa: F401  registers the operators
 from graphopt.errors import UnsupportedError
-from graphopt.operators.block_update import BLOCK_ADAM, BLOCK_LION
 from graphopt.optim.adam import Adam, AdamW
 from graphopt.optim.base import Emit, Optimizer, ParameterUpdate, UpdateResult
 from graphopt.optim.lion import Lion
@@ -24,6 +24,9 @@ from graphopt.optim.state import (
     checked_block_format,
     scale_name,
 )
+
+_BLOCK_ADAM = torch.ops.graphopt.block_adam.default
+_BLOCK_LION = torch.ops.graphopt.block_lion.default
 
 DEFAULT_MIN_8BIT_SIZE = 4096
 """Elements. Smaller parameters are norms and biases: their state is nothing in bytes, and much in effect."""
@@ -99,7 +102,7 @@ class _BlockAdam(_BlockOptions, Adam):
         names = _with_scales("exp_avg", "exp_avg_sq")
         numbers = ("lr", "weight_decay", "beta1", "beta2", "eps", "step")
         results = emit(
-            BLOCK_ADAM,
+            _BLOCK_ADAM,
             update.parameter,
             update.gradient,
             *(update.state[name] for name in names),
@@ -138,7 +141,7 @@ class Lion8bit(_BlockOptions, Lion):
         names = _with_scales("exp_avg")
         numbers = ("lr", "weight_decay", "beta1", "beta2")
         results = emit(
-            BLOCK_LION,
+            _BLOCK_LION,
             update.parameter,
             update.gradient,
             *(update.state[name] for name in names),
