@@ -35,6 +35,9 @@ _SLOW_DECAY = 0.99
 """beta2 from which on rounding to the nearest code stops the decay of the second moment, so that it is rounded by
 chance; below it that costs a little and gains nothing."""
 
+_DECOUPLED = True
+"""Lion's weight decay."""
+
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -150,6 +153,7 @@ class Lion8bit(_BlockOptions, Lion):
             update.numbers.get("update", 1.0),
             self.block,
             self.map,
+            _DECOUPLED,
             update.rounds_stochastically,
             update.seed,
             0,
