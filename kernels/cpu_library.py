@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Built:
-    """The outcome of the one attempt of this process: a library, or None; and why, in words."""
+    """The outcome of an attempt: a library, or None; and why, in words."""
 
     library: ctypes.CDLL | None
     reason: str
@@ -47,14 +47,14 @@ class Built:
 
 def library() -> ctypes.CDLL | None:
     """The compiled kernels, built at the first call of a process if the cache has none; None: use plain torch."""
-    return None if _is_disabled() else _built().library
+    return None if _is_disabled() else _of_this_process().library
 
 
 def cpu_path() -> str:
     """Which form of the CPU kernels is in use, and why; builds them if that was not tried yet."""
     if _is_disabled():
         return f"plain torch: {DISABLE} is set"
-    return _built().reason
+    return _of_this_process().reason
 
 
 def compilers() -> tuple[str, ...]:
@@ -75,7 +75,12 @@ def _is_disabled() -> bool:
 
 
 @cache
-def _built() -> Built:
+def _of_this_process() -> Built:
+    return build()
+
+
+def build() -> Built:
+    """Loads the library from the cache, or builds it into it. ``library()`` asks once and keeps the answer."""
     compiler = next((words for name in compilers() if (words := _command(name))), None)
     if compiler is None:
         return _plain(f"no C++ compiler found (looked for {', '.join(compilers())}; $CXX names another)")
