@@ -18,6 +18,7 @@ from graphopt.passes.recompute import Recompute
 from graphopt.passes.release_gradients import ReleaseGradients
 from graphopt.passes.restore_attention import RestoreAttention
 from graphopt.passes.reuse_last_use import ReuseLastUse
+from graphopt.passes.scatter_embedding_gradient import ScatterEmbeddingGradient
 from graphopt.passes.scatter_loss_gradient import ScatterLossGradient
 from graphopt.passes.simplify_algebra import SimplifyAlgebra
 from graphopt.pipeline.pass_base import Pass
@@ -37,6 +38,7 @@ BY_NAME: Mapping[str, type[Pass]] = {
     "release-gradients": ReleaseGradients,
     "restore-attention": RestoreAttention,
     "reuse-last-use": ReuseLastUse,
+    "scatter-embedding-gradient": ScatterEmbeddingGradient,
     "scatter-loss-gradient": ScatterLossGradient,
     "simplify-algebra": SimplifyAlgebra,
 }

@@ -19,6 +19,7 @@ from graphopt.passes.recompute import Recompute
 from graphopt.passes.release_gradients import ReleaseGradients
 from graphopt.passes.restore_attention import RestoreAttention
 from graphopt.passes.reuse_last_use import ReuseLastUse
+from graphopt.passes.scatter_embedding_gradient import ScatterEmbeddingGradient
 from graphopt.passes.scatter_loss_gradient import ScatterLossGradient
 from graphopt.passes.simplify_algebra import SimplifyAlgebra
 from graphopt.pipeline.pass_base import Pass
@@ -60,6 +61,7 @@ def step_pipeline(memory: MemoryRequest = NO_REQUEST) -> Pipeline:
             MergeLossGradient(),  # here alone is it known that the gradient is taken in the same step
             Dedupe(),  # bias corrections and other numbers that parameters share
             DropDead(),  # their duplicates
+            ScatterEmbeddingGradient(),  # behind the appended window too, which may be what rows are added to
             ReleaseGradients(),  # before writing in place, which it makes possible where the gradient is
             OrderForLifetime(),  # when updates are where they run; it counts on the writes in place that follow
             *memory_passes(memory),
