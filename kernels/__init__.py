@@ -1,1 +1,1 @@
-"""Kernels: one a file. None is needed yet; the first arrive with the block-INT8 optimizers."""
+"""Kernels: each with its formula, its reference in plain torch, and the fast forms that give the reference's bits."""

@@ -13,6 +13,7 @@ from graphopt.execute.region_workspace import RegionWorkspace
 from graphopt.ir.liveness import MemoryPlan, plan_memory
 from graphopt.ir.program import Program
 from graphopt.ir.units import format_bytes
+from graphopt.ir.write_results import write_all_results
 
 log = logging.getLogger(__name__)
 
@@ -43,6 +44,7 @@ def compile_regions(
     best: _Attempt | None = None
     for num_cut in range(_MOST_ROUNDS + 1):
         lowering = lower_regions(program, spans, compile_region=compile_region)
+        write_all_results(lowering.program)
         attempt = _Attempt(lowering, _plan(lowering.program), num_cut)
         if best is None or attempt.plan.peak_bytes < best.plan.peak_bytes:
             best = attempt

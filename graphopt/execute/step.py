@@ -22,9 +22,9 @@ from graphopt.capture.update import (
     WINDOW,
     WINDOW_LOSS,
     WINDOW_WEIGHT,
-    UpdateBucket,
     UpdateRequest,
 )
+from graphopt.capture.update_bucket import UpdateBucket
 from graphopt.errors import BatchError, StateError
 from graphopt.execute.cache import SignatureCache, ambient_key, batch_key, describe_batch
 from graphopt.execute.executable import Executable, run_before_commit, run_segment
@@ -47,6 +47,8 @@ class GradientPart(Protocol):
 
     @property
     def reached(self) -> tuple[str, ...]: ...
+    @property
+    def embeddings(self) -> tuple[str, ...]: ...
 
 
 class StepBuilder(Protocol):
@@ -147,11 +149,14 @@ class TrainStep:
 
     def _gradient(self, bound: BoundBatch, view: ModelView) -> Any:
         wrt = [name for name, parameter in view.parameters.items() if parameter.requires_grad]
-        return self.parts.get(
-            (batch_key(bound), view.key, ambient_key()),
-            lambda: (self.builder.gradient(bound, wrt=wrt, title="step"), view.modules),
-            describe=describe_batch(bound),
-        )[0]
+
+        def build() -> tuple[Any, tuple[torch.nn.Module, ...]]:
+            part = self.builder.gradient(bound, wrt=wrt, title="step")
+            self.state.choices.note_embeddings(part.embeddings)
+            return part, view.modules
+
+        key = (batch_key(bound), view.key, ambient_key())
+        return self.parts.get(key, build, describe=describe_batch(bound))[0]
 
     def _full_step(self, bound: BoundBatch, view: ModelView) -> Any:
         part = self._gradient(bound, view)
@@ -215,7 +220,7 @@ class TrainStep:
     def _micro_executable(self, part: Any, view: ModelView) -> Executable:
         """The micro-step, planned beside the optimizer state, which it does not read but which is there."""
         state_bytes = sum(
-            view.parameters[name].nbytes * len(bucket.state_names)
+            bucket.state_bytes(TensorSpec.of(view.parameters[name]))
             for bucket in self.state.buckets(part.reached)
             for name in bucket.parameters
         )
