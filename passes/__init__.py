@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from graphopt.passes.decide_memory import DecideMemory
 from graphopt.passes.dedupe import Dedupe
+from graphopt.passes.defer_head_gradient import DeferHeadGradient
 from graphopt.passes.drop_dead import DropDead
 from graphopt.passes.fold_constants import FoldConstants
 from graphopt.passes.fold_identities import FoldIdentities
@@ -26,6 +27,7 @@ from graphopt.pipeline.pass_base import Pass
 BY_NAME: Mapping[str, type[Pass]] = {
     "decide-memory": DecideMemory,
     "dedupe": Dedupe,
+    "defer-head-gradient": DeferHeadGradient,
     "drop-dead": DropDead,
     "fold-constants": FoldConstants,
     "fold-identities": FoldIdentities,

@@ -7,6 +7,7 @@ from dataclasses import replace
 from graphopt.ir.program import Stage
 from graphopt.passes.decide_memory import DecideMemory
 from graphopt.passes.dedupe import Dedupe
+from graphopt.passes.defer_head_gradient import DeferHeadGradient
 from graphopt.passes.drop_dead import DropDead
 from graphopt.passes.fold_constants import FoldConstants
 from graphopt.passes.fold_identities import FoldIdentities
@@ -58,6 +59,7 @@ def step_pipeline(memory: MemoryRequest = NO_REQUEST) -> Pipeline:
     """What runs on the whole step, update included; ``memory``: the checkpoint policy and the budget."""
     return Pipeline(
         (
+            *gradient_passes(memory),  # before merging, which would make the whole gradient with the loss
             MergeLossGradient(),  # here alone is it known that the gradient is taken in the same step
             Dedupe(),  # bias corrections and other numbers that parameters share
             DropDead(),  # their duplicates
@@ -68,6 +70,13 @@ def step_pipeline(memory: MemoryRequest = NO_REQUEST) -> Pipeline:
             ReuseLastUse(),  # last: from here on the program writes in place
         )
     )
+
+
+def gradient_passes(memory: MemoryRequest) -> tuple[Pass, ...]:
+    """The passes that let gradients come later, where computing again is asked for or may be."""
+    if memory.budget is None and not memory.recomputes:
+        return ()
+    return (DeferHeadGradient(memory.budget, memory.reserved_bytes),)
 
 
 def memory_passes(memory: MemoryRequest) -> tuple[Pass, ...]:
