@@ -29,7 +29,7 @@ IMPORTS: dict[str, frozenset[str]] = {
     "checkpoint": frozenset({"errors", "ir"}),
     "planner": frozenset({"errors", "ir", "checkpoint"}),
     "pipeline": frozenset({"errors", "ir", "planner"}),
-    "passes": frozenset({"errors", "ir", "pipeline", "checkpoint", "planner"}),
+    "passes": frozenset({"errors", "operators", "ir", "pipeline", "checkpoint", "planner"}),
     "options": frozenset({"errors", "optim", "loss_scale", "checkpoint", "planner", "pipeline"}),
     "user_files": frozenset({"errors", "pipeline"}),
     "capture": frozenset({"errors", "ir", "operators", "optim", "loss_scale"}),
@@ -87,7 +87,9 @@ EXCEPTIONS: dict[tuple[str, str], str] = {
 NOT_AT_IMPORT = frozenset(EXCEPTIONS) - {("graphopt.pipeline.default", "passes"), ("graphopt.train.demo", "graphopt")}
 
 # Passes know the IR, what a pass is and how memory is planned; not how a pipeline runs them, and not each other.
-PASSES_MAY_IMPORT = re.compile(r"graphopt\.(ir(\.\w+)?|planner(\.\w+)?|checkpoint|pipeline\.pass_base|errors)")
+PASSES_MAY_IMPORT = re.compile(
+    r"graphopt\.((ir|operators)(\.\w+)?|planner(\.\w+)?|checkpoint|pipeline\.pass_base|errors)"
+)
 
 # Where private torch modules may be imported.
 PRIVATE_TORCH_PARTS = frozenset({"capture", "execute"})
