@@ -5,12 +5,14 @@ from graphopt.api import capture, compile, optimize
 from graphopt.capture.differentiate import differentiate
 from graphopt.options import Accumulate
 from graphopt.pipeline.pipeline import Pipeline
+from graphopt.precision import Precision
 from graphopt.train.saving import load_checkpoint, load_model, save_checkpoint, save_model
 from graphopt.version import __version__
 
 __all__ = [
     "Accumulate",
     "Pipeline",
+    "Precision",
     "__version__",
     "capture",
     "checkpoint",

@@ -11,7 +11,8 @@ from torch import fx
 
 from graphopt.capture.trace import fake_like, new_fake_mode
 from graphopt.errors import OutputError
-from graphopt.ir.program import GraphHolder, Origin, Program, Stage, scalar_input
+from graphopt.ir.origin import Origin
+from graphopt.ir.program import GraphHolder, Program, Stage, scalar_input
 from graphopt.ir.spec import Input, InputKind, Output, OutputKind, Signature, TensorSpec
 from graphopt.optim.base import Optimizer, ParameterUpdate
 
