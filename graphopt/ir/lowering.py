@@ -24,6 +24,7 @@ aten = torch.ops.aten
 _TWO_BYTES = (torch.bfloat16, torch.float16)
 _LOWERABLE = (torch.float32, *_TWO_BYTES)
 _TABLE = "table: of positions, buffers and constants alone"
+_NO_KERNEL = "no kernel of this type on this device"
 _UNLEARNED = "no parameter takes part, and a buffer does"
 
 
@@ -140,6 +141,9 @@ class Lowering:
         if is_product and Kind.TABLE in found and node not in self._learned:
             self.declined.append((node, _UNLEARNED))
             return Rule(Want.ORIGINAL, Kind.RANGE, _UNLEARNED)
+        if is_product and precision_ops.lacks_kernel(node, self._compute):
+            self.declined.append((node, _NO_KERNEL))
+            return Rule(Want.ORIGINAL, Kind.MIXED, _NO_KERNEL)
         return rule_of(node, found, self._compute, lowers_sums=self._lowers_sums)
 
     def _is_foreign(self, node: fx.Node) -> bool:

@@ -44,6 +44,7 @@ _CONVOLUTIONS = _aten(
 )
 _OTHER_PRODUCTS = _aten("mv addmv bilinear einsum chain_matmul linalg_multi_dot _scaled_dot_product_attention_math")
 _RECURRENT = _aten("lstm gru rnn_tanh rnn_relu lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell mkldnn_rnn_layer")
+_LSTM = frozenset({"aten::lstm", "aten::mkldnn_rnn_layer", "graphopt::lstm_layer"})
 _NOT_ATEN = frozenset(
     {
         "graphopt::lstm_layer",
@@ -152,6 +153,11 @@ def takes_wide_weights(node: fx.Node, device: torch.device) -> bool:
     """
     name = qualified_name(node)
     return name in _BATCH_NORMALISATIONS or (device.type == "cpu" and name not in _RMS_NORMALISATIONS)
+
+
+def lacks_kernel(node: fx.Node, compute: torch.dtype) -> bool:
+    """Whether ``node`` cannot run in ``compute``: the CPU has no LSTM in float16 (torch 2.13)."""
+    return compute is torch.float16 and qualified_name(node) in _LSTM and node.meta["val"][0].device.type == "cpu"
 
 
 def mask_argument(node: fx.Node) -> fx.Node | None:
