@@ -135,8 +135,13 @@ def update_(
 
     ``factor``: f32 scalar tensor that multiplies every gradient; where it is not finite nothing is written.
     """
+    flat = flat_items(items, options, step)
+    if flat and flat[0].parameter.is_cuda:
+        from graphopt.kernels import block_adam_triton  # Triton exists on Linux alone
+
+        block_adam_triton.update_(flat, scalars, options, factor)
+        return
     if is_skipped(factor):
         return
-    flat = flat_items(items, options, step)
     if not cpu_calls.update("adam", flat, astuple(scalars), options, 1.0 if factor is None else float(factor)):
         _update_in_torch(flat, scalars, options, factor)
