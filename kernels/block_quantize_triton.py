@@ -19,7 +19,7 @@ from graphopt.kernels.block_maps_triton import (
 )
 from graphopt.kernels.block_update import Moment
 from graphopt.kernels.counter_random import Key, key_of
-from graphopt.kernels.launch_triton import Tiling, device_trees, on_device
+from graphopt.kernels.launch_triton import Tiling, device_trees, launch_options, on_device
 
 
 @triton.jit
@@ -133,8 +133,7 @@ def quantize(values: Tensor, into: Moment, block: int, name: str, draw: tuple[Ke
             offset,
             **_constants(tiling, name, is_signed),
             IS_DRAWN=draw is not None and not is_signed,
-            num_warps=tiling.warps,
-            enable_fp_fusion=False,
+            **launch_options(tiling),
         )
 
 
@@ -151,8 +150,7 @@ def dequantize(moment: Moment, values: Tensor, block: int, name: str) -> None:
             device_trees(values.device),
             values.numel(),
             **_constants(tiling, name, moment.codes.is_signed()),
-            num_warps=tiling.warps,
-            enable_fp_fusion=False,
+            **launch_options(tiling),
         )
 
 

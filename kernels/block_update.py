@@ -80,10 +80,11 @@ def is_skipped(factor: Tensor | None) -> bool:
 def _flat_item(item: BlockItem, options: BlockOptions, step: float) -> FlatItem:
     parameter = item.parameter
     _check_floats(item, options)
+    flat_parameter = flat(parameter)
     for moment, dtype in zip(item.moments, (torch.int8, torch.uint8), strict=False):
         _check_moment(moment, parameter, dtype, options.block)
     return FlatItem(
-        flat(parameter),
+        flat_parameter,
         flat_like(item.gradient, parameter),
         tuple(Moment(flat(moment.codes), flat(moment.scales)) for moment in item.moments),
         key_of(item.seed, step),

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-# A program of the GPU kernel and the scratch of a CPU thread hold one whole block; 16384 elements are 128 KiB of
-# float32 moments, which fit in any second-level cache.
+# A program of a GPU kernel and the scratch of a CPU thread hold one whole block. 16384 elements are 320 KiB of scratch,
+# which fit in a second-level cache; above 4096 a GPU's registers do not hold them.
 MOST_ELEMENTS_OF_A_BLOCK = 16384
 # How many elements the plain torch form works on at a time: about a dozen float32 temporaries of 1 MiB.
 ELEMENTS_OF_A_PIECE = 1 << 18

@@ -116,7 +116,7 @@ def quantize_cases() -> Iterator[tuple[str, int]]:
 
 
 def count_bytes(kernel: str, dtype: torch.dtype) -> int:
-    """Bytes that one update of NUM_COUNTED elements loads and stores, all tables and scalars counted each time they are read."""
+    """Bytes that one update of NUM_COUNTED elements loads and stores, tables and scalars each time they are read."""
     moved = 0
     load, store = InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store
 

@@ -15,6 +15,8 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from graphopt.kernels.launch_triton import Tiling, launch_options
+
 # A load or store of global memory that no mask guards: ``ld.global.v4.b32`` gives ("ld", "v4.b32").
 UNGUARDED = re.compile(r"^\s*(ld|st)\.global(?:\.\w+::\w+)*\.((?:v\d\.)?b\d+)", re.MULTILINE)
 
@@ -33,11 +35,12 @@ class Compiled:
         return Counter(width for found, width in UNGUARDED.findall(self.ptx) if found == operation)
 
 
-def compile_for(kernel: Any, signature: dict[str, str], constants: dict[str, Any], warps: int, arch: int) -> Compiled:
+def compile_for(
+    kernel: Any, signature: dict[str, str], constants: dict[str, Any], tiling: Tiling, arch: int
+) -> Compiled:
     """``kernel`` for sm_``arch`` with the options of a launch; Triton keeps the result in its own cache."""
     source = ASTSource(fn=kernel, signature=signature | dict.fromkeys(constants, "constexpr"), constexprs=constants)
-    options = {"num_warps": warps, "enable_fp_fusion": False}
-    compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+    compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=launch_options(tiling))
     return Compiled(compiled.asm["ptx"], *resources(compiled.asm["cubin"]))
 
 
