@@ -21,11 +21,22 @@ import torch
 from torch import Tensor
 
 from graphopt.kernels import cpu_calls
-from graphopt.kernels.block_adam import rounded, write_codes, write_parameter
 from graphopt.kernels.block_maps import decode_signed, encode_signed
-from graphopt.kernels.block_update import BlockItem, BlockOptions, FlatItem, flat_items, is_skipped
+from graphopt.kernels.block_update import (
+    BlockItem,
+    BlockOptions,
+    FlatItem,
+    KernelSpec,
+    flat_items,
+    is_skipped,
+    rounded,
+    write_codes,
+    write_parameter,
+)
 from graphopt.kernels.counter_random import random_bits
 from graphopt.kernels.flat_tensors import Piece, pieces
+
+SPEC = KernelSpec("block_lion", num_moments=1)
 
 
 @dataclass(frozen=True)

@@ -62,12 +62,14 @@ def check_block(block: int) -> None:
 
 def is_dense(tensor: Tensor) -> bool:
     """Whether the elements fill one run of memory without gap or overlap, in whatever order of dimensions."""
+    if tensor.is_contiguous():
+        return True
     expected = 1
     for stride, size in sorted(
         (stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size != 1
     ):
         if stride != expected:
-            return tensor.numel() == 0
+            return False
         expected *= size
     return True
 
@@ -87,6 +89,8 @@ def flat(tensor: Tensor) -> Tensor:
 
 def has_layout_of(tensor: Tensor, other: Tensor) -> bool:
     """Whether both lie in memory in the same order of elements; both have one shape."""
+    if tensor.is_contiguous() and other.is_contiguous():
+        return True
     return all(
         mine == theirs
         for mine, theirs, size in zip(tensor.stride(), other.stride(), other.shape, strict=True)

@@ -11,6 +11,7 @@ import pytest
 
 pytest.importorskip("triton")
 
+from graphopt.kernels import block_adam, block_lion
 from graphopt.kernels.block_adam_triton import block_adam_kernel
 from graphopt.kernels.block_lion_triton import block_lion_kernel
 from graphopt.kernels.block_maps import MAPS
@@ -43,13 +44,7 @@ DEQUANTIZE_SIGNATURE = {
     "trees_ptr": "*fp32",
     "num_elements": "i64",
 }
-# Bytes of an element and of a block: parameter read and written, gradient, codes and scales read and written.
-FLOORS = {
-    "adam torch.float32": (4 + 4 + 4 + 2 + 2, 16),
-    "adam torch.bfloat16": (2 + 2 + 2 + 2 + 2, 16),
-    "lion torch.float32": (4 + 4 + 4 + 1 + 1, 8),
-    "lion torch.bfloat16": (2 + 2 + 2 + 1 + 1, 8),
-}
+FLOATS = {"torch.float32": 4, "torch.bfloat16": 2}
 
 
 @pytest.fixture(scope="module")
@@ -68,12 +63,18 @@ def test_interpreted_kernels_give_the_bits_of_the_references(interpreted):
     assert {case: number for case, number in different.items() if number} == {}
 
 
-@pytest.mark.parametrize("case", FLOORS)
-def test_no_byte_is_moved_twice(case, interpreted):
-    element_bytes, block_bytes = FLOORS[case]
-    num_elements = interpreted["num_elements"]
-    floor = num_elements * element_bytes + num_elements // 256 * block_bytes
-    assert floor <= interpreted["moved"][case] <= 1.05 * floor
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize(("kernel", "spec"), [("adam", block_adam.SPEC), ("lion", block_lion.SPEC)])
+def test_no_byte_is_moved_twice(kernel, spec, dtype, interpreted):
+    size = FLOATS[dtype]
+    floor = spec.floor_bytes(interpreted["num_elements"], 256, parameter_bytes=size, gradient_bytes=size)
+    assert floor <= interpreted["moved"][f"{kernel} {dtype}"] <= 1.05 * floor
+
+
+def test_the_floor_is_each_tensor_once_a_direction():
+    sizes = {"parameter_bytes": 4, "gradient_bytes": 4}
+    assert block_adam.SPEC.floor_bytes(1024, 256, **sizes) == 1024 * (4 + 4 + 4 + 2 + 2) + 4 * 16
+    assert block_lion.SPEC.floor_bytes(1024, 256, **sizes) == 1024 * (4 + 4 + 4 + 1 + 1) + 4 * 8
 
 
 def compiled_update(kernel, arch, *, map="companded", block=256, stochastic=True, is_aligned=True):

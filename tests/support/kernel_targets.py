@@ -38,7 +38,7 @@ class Compiled:
 def compile_for(
     kernel: Any, signature: dict[str, str], constants: dict[str, Any], tiling: Tiling, arch: int
 ) -> Compiled:
-    """``kernel`` for sm_``arch`` with the options of a launch; Triton keeps the result in its own cache."""
+    """``kernel`` for sm_``arch`` with the options of a launch; Triton keeps the result in its cache."""
     source = ASTSource(fn=kernel, signature=signature | dict.fromkeys(constants, "constexpr"), constexprs=constants)
     compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=launch_options(tiling))
     return Compiled(compiled.asm["ptx"], *resources(compiled.asm["cubin"]))
