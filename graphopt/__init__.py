@@ -3,6 +3,7 @@
 from graphopt import checkpoint, errors, optim, passes
 from graphopt.api import capture, compile, optimize
 from graphopt.capture.differentiate import differentiate
+from graphopt.loss_scale import LossScale
 from graphopt.options import Accumulate
 from graphopt.pipeline.pipeline import Pipeline
 from graphopt.precision import Precision
@@ -11,6 +12,7 @@ from graphopt.version import __version__
 
 __all__ = [
     "Accumulate",
+    "LossScale",
     "Pipeline",
     "Precision",
     "__version__",

@@ -24,6 +24,7 @@ from graphopt.execute.far_memory import FarMemory
 from graphopt.execute.model_view import view_model
 from graphopt.execute.shared_memory import overlapping_tensors
 from graphopt.execute.workspace import MeasuredWorkspace
+from graphopt.ir.embeddings import embedding_tables
 from graphopt.ir.hazards import protect_backward_reads, separate_updates
 from graphopt.ir.liveness import plan_memory
 from graphopt.ir.program import Program, Stage
@@ -55,6 +56,11 @@ class BuiltGradient:
     def reached(self) -> tuple[str, ...]:
         """Names of the inputs that have a gradient."""
         return tuple(output.name for _, output in self.joint.signature.outputs_of(OutputKind.GRAD))
+
+    @property
+    def embeddings(self) -> tuple[str, ...]:
+        """Names of the parameters whose rows are looked up."""
+        return embedding_tables(self.captured.program)
 
 
 class Builder:

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from graphopt.checkpoint import Policy
 from graphopt.errors import UnsupportedError
+from graphopt.loss_scale import LossScale
 from graphopt.optim.base import Optimizer
 from graphopt.pipeline.pipeline import Pipeline, Verify
 from graphopt.planner.decide import Budget
@@ -56,6 +57,7 @@ class CompileOptions:
     memory: Budget | None = None
     release_gradients: bool = True
     precision: Precision = FULL
+    loss_scale: LossScale | None = None
 
     def __post_init__(self) -> None:
         if self.backend not in ("aten", "inductor", "auto"):

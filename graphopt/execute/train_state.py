@@ -10,12 +10,15 @@ from typing import Any
 import torch
 
 from graphopt.capture.loss_weight import LossWeight
-from graphopt.capture.update import UpdateBucket
+from graphopt.capture.update_bucket import MASTER, UPDATE_NUMBER, UpdateBucket, make_bucket
 from graphopt.errors import StateError
+from graphopt.execute.loss_scaler import LossScaler, check_scaler_state
+from graphopt.execute.state_checks import check_state
+from graphopt.execute.state_choices import StateChoices
 from graphopt.ir.spec import TensorSpec
-from graphopt.optim.adam import refuse_complex
-from graphopt.optim.base import Optimizer
+from graphopt.optim.base import Optimizer, refuse_complex
 from graphopt.optim.facade import OptimizerFacade
+from graphopt.optim.state import StateChoice, Weights
 
 log = logging.getLogger(__name__)
 
@@ -54,11 +57,15 @@ class Window:
 class TrainState:
     """Optimizer state in ``facade.state`` (torch's own form), step counts, window, counters."""
 
-    def __init__(self, optimizer: Optimizer, parameters: Mapping[str, torch.nn.Parameter]) -> None:
+    def __init__(
+        self, optimizer: Optimizer, parameters: Mapping[str, torch.nn.Parameter], *, weights: Weights = Weights.OWN
+    ) -> None:
         self.optimizer = optimizer
+        self.choices = StateChoices(optimizer, weights)
         self.facade = OptimizerFacade(optimizer, parameters)
         self.known = dict(parameters)
         self.window = Window()
+        self.scaler: LossScaler | None = None
         self.updates = 0
         self.skipped = 0
         self.warned = False
@@ -96,22 +103,27 @@ class TrainState:
             group = groups.get(id(parameter))
             if group is None:
                 raise StateError(f"parameter {name!r} belongs to no group of step.optimizer; add it to one")
-            members.setdefault((group, self._count(parameter)), []).append(name)
+            options = self.facade.param_groups[group]
+            kept = self.choices.choice(name, parameter, options).format
+            weights = self.choices.weights(name, parameter)
+            members.setdefault((group, self._count(parameter), kept, weights), []).append(name)
         return tuple(
-            self._bucket(str(position), group, tuple(inside))
-            for position, ((group, _), inside) in enumerate(members.items())
+            make_bucket(
+                self.optimizer,
+                self.facade.param_groups[group],
+                name=str(position),
+                parameters=tuple(inside),
+                state_format=kept,
+                weights=weights,
+            )
+            for position, ((group, _, kept, weights), inside) in enumerate(members.items())
         )
 
-    def _bucket(self, label: str, group: int, names: tuple[str, ...]) -> UpdateBucket:
-        options = self.facade.param_groups[group]
-        numbers = self.optimizer.numbers(options, step=1.0, first=True)
-        return UpdateBucket(
-            name=label,
-            parameters=names,
-            structure=self.optimizer.structure(options),
-            numbers=tuple(numbers),
-            state_names=self.optimizer.state_names(options),
-        )
+    def choice(self, name: str) -> StateChoice:
+        """In which format the state of parameter ``name`` is kept, and why."""
+        parameter = self.known[name]
+        options = self.facade.param_groups[self.facade.group_of(parameter)]
+        return self.choices.choice(name, parameter, options)
 
     def numbers(self, buckets: tuple[UpdateBucket, ...]) -> dict[str, float]:
         """The numbers of this update by the names the graph knows: ``lr.0``, ``step.0``, ..."""
@@ -121,16 +133,19 @@ class TrainState:
             options = self.facade.param_groups[self.facade.group_of(parameter)]
             count = self._count(parameter)
             found = self.optimizer.numbers(options, step=count + 1.0, first=count == 0)
-            values.update({f"{name}.{bucket.name}": number for name, number in found.items()})
+            found[UPDATE_NUMBER] = float(self.updates + 1)
+            values.update({f"{name}.{bucket.name}": found[name] for name in bucket.numbers})
         return values
 
     def tensor(self, state_name: str, name: str, spec: TensorSpec) -> torch.Tensor:
-        """State ``state_name`` of parameter ``name``, zeros at first."""
+        """State ``state_name`` of parameter ``name``; at first zeros, or for a master copy the parameter."""
         state = self.facade.state[self.known[name]]
         if state_name not in state:
             if self.optimizer.counts_steps and "step" not in state:
                 state["step"] = torch.tensor(0.0)
             state[state_name] = zeros(spec)
+            if state_name == MASTER:
+                state[state_name].copy_(self.known[name].detach())
         _refuse_other_spec(f"state {state_name}", name, state[state_name], spec)
         return state[state_name]  # type: ignore[no-any-return]
 
@@ -170,6 +185,7 @@ class TrainState:
             },
             "counters": {"updates": self.updates, "skipped": self.skipped},
             "random": _random_state(),
+            **({} if self.scaler is None else {"loss_scale": self.scaler.state_dict()}),
         }
 
     def _group_dict(self, group: Mapping[str, Any]) -> dict[str, Any]:
@@ -190,6 +206,8 @@ class TrainState:
         self._load_window(saved["window"])
         self.updates = int(saved["counters"]["updates"])
         self.skipped = int(saved["counters"]["skipped"])
+        if self.scaler is not None and saved.get("loss_scale") is not None:
+            self.scaler.load_state_dict(saved["loss_scale"])
         _restore_random_state(saved["random"])
 
     def _load_window(self, window: Mapping[str, Any]) -> None:
@@ -205,7 +223,7 @@ class TrainState:
 
     def _check(self, saved: Mapping[str, Any]) -> None:
         expected = {"version", "optimizer", "state", "groups", "window", "counters", "random"}
-        if not isinstance(saved, Mapping) or set(saved) != expected:
+        if not isinstance(saved, Mapping) or set(saved) - {"loss_scale"} != expected:
             raise StateError(f"expected a state dict of a compiled step with {sorted(expected)}, came {_keys(saved)}")
         if saved["version"] != FORMAT_VERSION:
             raise StateError(f"the state has format version {saved['version']}, this graphopt reads {FORMAT_VERSION}")
@@ -224,16 +242,13 @@ class TrainState:
             raise StateError(f"parameters do not match the model: missing {missing}, unknown {unknown}")
         for name, values in saved["state"].items():
             self._check_state(name, values)
+        check_scaler_state(saved, self.scaler)
 
     def _check_state(self, name: str, values: Mapping[str, Any]) -> None:
         parameter = self.known.get(name)
         if parameter is None:
             raise StateError(f"the state holds {name!r}, which the model does not have")
-        for key, value in values.items():
-            if isinstance(value, torch.Tensor) and value.dim() and value.shape != parameter.shape:
-                raise StateError(
-                    f"state {key} of {name!r} has shape {list(value.shape)}, the parameter {list(parameter.shape)}"
-                )
+        check_state(name, values, TensorSpec.of(parameter), self.optimizer)
 
 
 def _refuse_other_spec(what: str, name: str, tensor: torch.Tensor, spec: TensorSpec) -> None:
@@ -259,8 +274,8 @@ def _copied(value: Any, parameter: torch.Tensor) -> Any:
     """A tensor as it was, in the parameter's memory layout and on its device; step counts stay where they are."""
     if not isinstance(value, torch.Tensor):
         return value
-    if value.dim() == 0 and parameter.dim() != 0:
-        return value.clone()
+    if value.shape != parameter.shape:
+        return value.clone() if value.dim() == 0 else value.to(parameter.device, copy=True)
     return torch.empty_like(parameter, dtype=value.dtype, requires_grad=False).copy_(value)
 
 
