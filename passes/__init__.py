@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from graphopt.passes.batch_updates import BatchUpdates
 from graphopt.passes.decide_memory import DecideMemory
 from graphopt.passes.dedupe import Dedupe
 from graphopt.passes.defer_head_gradient import DeferHeadGradient
@@ -26,6 +27,7 @@ from graphopt.passes.simplify_algebra import SimplifyAlgebra
 from graphopt.pipeline.pass_base import Pass
 
 BY_NAME: Mapping[str, type[Pass]] = {
+    "batch-updates": BatchUpdates,
     "decide-memory": DecideMemory,
     "dedupe": Dedupe,
     "defer-head-gradient": DeferHeadGradient,

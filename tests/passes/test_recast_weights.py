@@ -80,11 +80,19 @@ def test_each_copy_is_made_right_before_its_use():
             assert reader.target is aten.mm.default
 
 
-def test_a_weight_that_is_used_often_is_cast_again_for_the_backward_part_as_a_whole():
+def test_uses_of_one_weight_that_are_far_apart_get_copies_of_their_own():
     after, record = run_pass(RecastWeights(), program(Layers(shared=True)))
-    (cast,) = {name.removesuffix("_again") for name in recast(after)}
-    late_uses = [node for node in after.ops() for a in node.all_input_nodes if a.name == f"{cast}_again"]
-    assert record.changes == 1 and len(late_uses) == LAYERS - 1
+    assert record.changes == len(recast(after)) == LAYERS - 1
+
+
+def test_uses_of_one_weight_that_are_close_share_a_copy():
+    def use(position):
+        return recast_weights._Use(None, None, position)
+
+    clock = [0.0, 1.0, 50.0, 51.0, 52.0]  # call 1 takes 49 seconds, the others one
+    groups = recast_weights._late_uses([use(0), use(2), use(3)], clock, cast_seconds=10.0, split=1)
+    assert [[each.position for each in group] for group in groups] == [[2, 3]]
+    assert recast_weights._late_uses([use(0), use(2), use(3)], clock, cast_seconds=10.0, split=4) == []
 
 
 def test_the_table_says_what_was_decided_and_why():
