@@ -24,7 +24,7 @@ IMPORTS: dict[str, frozenset[str]] = {
     "kernels": frozenset(),
     "operators": frozenset({"kernels"}),
     "ir": frozenset({"errors", "operators"}),
-    "optim": frozenset({"errors", "ir", "operators"}),
+    "optim": frozenset({"errors", "ir", "kernels", "operators"}),
     "checkpoint": frozenset({"errors", "ir"}),
     "planner": frozenset({"errors", "ir", "checkpoint"}),
     "pipeline": frozenset({"errors", "ir", "planner"}),

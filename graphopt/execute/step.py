@@ -30,7 +30,7 @@ from graphopt.execute.cache import SignatureCache, ambient_key, batch_key, descr
 from graphopt.execute.executable import Executable, run_before_commit, run_segment
 from graphopt.execute.inputs import collect_inputs, refuse_aliased, user_outputs, write_back
 from graphopt.execute.interrupts import held_interrupts
-from graphopt.execute.model_view import ModelView, eval_mode, view_model
+from graphopt.execute.model_view import ModelView, embedding_parameters, eval_mode, view_model
 from graphopt.execute.shared_memory import apart_from
 from graphopt.execute.train_state import TrainState, zeros
 from graphopt.execute.update_info import UpdateInfo, update_info
@@ -88,6 +88,7 @@ class TrainStep:
         self.model = builder.model
         options = builder.options
         self.state = TrainState(options.optimizer, view_model(self.model).parameters)
+        self.state.choices.hint_embeddings(embedding_parameters(self.model, self.state.known))
         self.steps: SignatureCache[_Compiled] = SignatureCache(options.max_signatures)
         self.parts: SignatureCache[Any] = SignatureCache(options.max_signatures)
         self.updates: SignatureCache[Executable] = SignatureCache(options.max_signatures)

@@ -35,6 +35,9 @@ _SLOW_DECAY = 0.99
 """beta2 from which on rounding to the nearest code stops the decay of the second moment, so that it is rounded by
 chance; below it that costs a little and gains nothing."""
 
+_LION_IS_DECOUPLED = True
+"""Lion's decay never goes through the gradient."""
+
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -88,6 +91,7 @@ class _BlockOptions(Optimizer):
 class _BlockAdam(_BlockOptions, Adam):
     """``stochastic_state``: whether the second moment is rounded by chance (None: where beta2 is 0.99 or more)."""
 
+    lr: float = 1e-3
     stochastic_state: bool | None = None
 
     def structure(self, options: Mapping[str, Any]) -> _Structure:
@@ -137,6 +141,8 @@ class AdamW8bit(_BlockAdam, AdamW):
 class Lion8bit(_BlockOptions, Lion):
     """Lion with state by blocks."""
 
+    lr: float = 1e-4
+
     def block_rule(self, emit: Emit, update: ParameterUpdate, structure: Any) -> UpdateResult:
         names = _with_scales("exp_avg")
         numbers = ("lr", "weight_decay", "beta1", "beta2")
@@ -150,6 +156,7 @@ class Lion8bit(_BlockOptions, Lion):
             update.numbers.get("update", 1.0),
             self.block,
             self.map,
+            _LION_IS_DECOUPLED,
             update.rounds_stochastically,
             update.seed,
             0,
