@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from graphopt.passes.batch_updates import BatchUpdates
 from graphopt.passes.decide_memory import DecideMemory
 from graphopt.passes.dedupe import Dedupe
 from graphopt.passes.drop_dead import DropDead
@@ -23,6 +24,7 @@ from graphopt.passes.simplify_algebra import SimplifyAlgebra
 from graphopt.pipeline.pass_base import Pass
 
 BY_NAME: Mapping[str, type[Pass]] = {
+    "batch-updates": BatchUpdates,
     "decide-memory": DecideMemory,
     "dedupe": Dedupe,
     "drop-dead": DropDead,

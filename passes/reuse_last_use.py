@@ -22,16 +22,14 @@ any more.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from torch import fx
-
-from graphopt.ir.in_place import in_place_call, writing_call
+from graphopt.ir.in_place import in_place_call
 from graphopt.ir.program import Program, Stage
 from graphopt.ir.reuse import DyingOperands
 from graphopt.ir.storage import storage_map
+from graphopt.ir.write_results import write_results
 from graphopt.pipeline.pass_base import Changes, Numerics, Pass
 
 
@@ -52,7 +50,7 @@ class ReuseLastUse(Pass):
             updated = facts.updated(node)
             if updated:
                 facts.joined_results(node, updated)
-                _write_all(program, node, updated)
+                write_results(program, node, updated)
                 count += 1
                 continue
             operand = next(facts.reusable(node), None)
@@ -67,11 +65,3 @@ class ReuseLastUse(Pass):
         if count:
             program.refresh()
         return Changes(count)
-
-
-def _write_all(program: Program, node: fx.Node, updated: Mapping[fx.Node, fx.Node]) -> None:
-    """Let ``node`` write its results into the arguments that they update."""
-    writing_call(program, node)
-    for result, operand in updated.items():
-        program.replace(result, operand)
-    program.erase_if_unused(node)

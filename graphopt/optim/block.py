@@ -35,8 +35,8 @@ _SLOW_DECAY = 0.99
 """beta2 from which on rounding to the nearest code stops the decay of the second moment, so that it is rounded by
 chance; below it that costs a little and gains nothing."""
 
-_LION_IS_DECOUPLED = True
-"""Lion's decay never goes through the gradient."""
+_DECOUPLED = True
+"""Lion's weight decay."""
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -156,7 +156,7 @@ class Lion8bit(_BlockOptions, Lion):
             update.numbers.get("update", 1.0),
             self.block,
             self.map,
-            _LION_IS_DECOUPLED,
+            _DECOUPLED,
             update.rounds_stochastically,
             update.seed,
             0,

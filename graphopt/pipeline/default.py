@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from graphopt.ir.program import Stage
+from graphopt.passes.batch_updates import BatchUpdates
 from graphopt.passes.decide_memory import DecideMemory
 from graphopt.passes.dedupe import Dedupe
 from graphopt.passes.drop_dead import DropDead
@@ -63,7 +64,8 @@ def step_pipeline(memory: MemoryRequest = NO_REQUEST) -> Pipeline:
             ReleaseGradients(),  # before writing in place, which it makes possible where the gradient is
             OrderForLifetime(),  # when updates are where they run; it counts on the writes in place that follow
             *memory_passes(memory),
-            ReuseLastUse(),  # last: from here on the program writes in place
+            ReuseLastUse(),  # last but one: from here on the program writes in place
+            BatchUpdates(),  # behind it: what writes in place needs no names for its results, and can be one call
         )
     )
 
