@@ -78,7 +78,8 @@ class OptimizerFacade(torch.optim.Optimizer):
         found = {}
         for group, own in zip(self.param_groups, self.own_groups(), strict=True):
             for name, parameter in own.parameters.items():
-                record = self.keeper.kept(name, group).record() if self.state.get(parameter) else None
+                values = self.state.get(parameter)
+                record = self.keeper.kept(name, group).record(values) if values else None
                 if record is not None:
                     found[name] = record
         return found

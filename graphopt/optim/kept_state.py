@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from graphopt.ir.spec import TensorSpec
-from graphopt.optim.state import BlockState, StateChoice, Weights
+from graphopt.optim.state import BlockState, StateChoice, Weights, scale_name
 
 MASTER = "master"
 REMAINDER = "remainder"
@@ -54,15 +54,18 @@ class KeptState:
         moments = [spec.dtype for name, spec in self.specs.items() if name not in (MASTER, REMAINDER)]
         return str(moments[0]).removeprefix("torch.") if moments else ""
 
-    def record(self) -> dict[str, Any] | None:
+    def record(self, values: Mapping[str, Any] | None = None) -> dict[str, Any] | None:
         """What the codes of a state by blocks mean, in plain numbers and strings; None for other formats.
 
-        Blocks follow the parameter's memory, so its order of dimensions belongs to it.
+        Blocks follow the memory of the codes, so the order of dimensions there belongs to it: of those in ``values``,
+        or of codes that lie like the parameter.
         """
         kept = self.block_format
         if kept is None:
             return None
-        return {"block": kept.block, "map": kept.map, "order": list(memory_order(self.parameter))}
+        codes = next((value for key, value in (values or {}).items() if scale_name(key) in self.specs), None)
+        lies = self.parameter if codes is None else TensorSpec.of(codes)
+        return {"block": kept.block, "map": kept.map, "order": list(memory_order(lies))}
 
 
 def memory_order(spec: TensorSpec) -> tuple[int, ...]:

@@ -12,7 +12,7 @@ import graphopt
 from graphopt import optim
 from graphopt.optim.state import Weights
 
-SMALL = {"min_8bit_size": 64, "block": 64}
+SMALL: dict[str, Any] = {"min_8bit_size": 64, "block": 64, "groups": [{"params": ["vector"], "state": "int8"}]}
 
 OPTIMIZERS = {
     "sgd": optim.SGD(lr=0.05, momentum=0.9, dampening=0.1, weight_decay=0.01),
