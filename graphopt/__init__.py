@@ -3,6 +3,7 @@
 from graphopt import checkpoint, errors, optim, passes
 from graphopt.api import capture, compile, optimize
 from graphopt.capture.differentiate import differentiate
+from graphopt.loss_scale import LossScale
 from graphopt.options import Accumulate
 from graphopt.pipeline.pipeline import Pipeline
 from graphopt.train.saving import load_checkpoint, load_model, save_checkpoint, save_model
@@ -10,6 +11,7 @@ from graphopt.version import __version__
 
 __all__ = [
     "Accumulate",
+    "LossScale",
     "Pipeline",
     "__version__",
     "capture",

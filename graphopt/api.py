@@ -18,6 +18,7 @@ from graphopt.execute.module import CompiledModule
 from graphopt.execute.step import TrainStep
 from graphopt.ir.program import Program, Stage
 from graphopt.ir.spec import OutputKind
+from graphopt.loss_scale import LossScale, loss_scale_of
 from graphopt.optim.base import Optimizer
 from graphopt.options import DEFAULT_MAX_SIGNATURES, Accumulate, CompileOptions, refuse_later_options
 from graphopt.pipeline.default import default_pipeline
@@ -39,6 +40,7 @@ def compile(
     accumulate: int | Accumulate = 1,
     clip_grad_norm: float | None = None,
     precision: str = "fp32",
+    loss_scale: str | float | LossScale | None = "auto",
     checkpoint: Any = None,
     memory: Any = None,
     backend: str = "auto",
@@ -53,6 +55,8 @@ def compile(
     ``outputs``: names of what is required (None: every tensor the model returns); everything else may be removed.
     ``loss``: the name of the loss among the outputs (default "loss"), or ``function(outputs, batch)`` that computes it.
     ``accumulate``: micro-batches per update, or an ``Accumulate``. ``clip_grad_norm``: largest global gradient norm.
+    ``loss_scale``: "dynamic", a number or a ``LossScale``: what the loss is multiplied by before backward, which the
+    update undoes; None for nothing; "auto" is "dynamic" where ``precision`` computes in float16 and None elsewhere.
     ``checkpoint``: a policy such as ``graphopt.checkpoint.SqrtN()`` (several in a list), which says what the backward
     part computes again or brings back from host memory. ``memory``: the most bytes that the whole step may take,
     parameters, state and all, as a number, text such as "6GiB", or a ``Fraction`` of what it takes without; the planner
@@ -67,11 +71,7 @@ def compile(
     """
     refuse_later_options(precision=(precision, "fp32"))
     policy, budget = policy_of(checkpoint), check_budget(memory)
-    if optimizer is not None and not isinstance(optimizer, Optimizer):
-        raise UnsupportedError(
-            f"optimizer expects a graphopt.optim value such as graphopt.optim.AdamW(lr=1e-4), came "
-            f"{type(optimizer).__name__}; a torch optimizer works with the compiled module: leave optimizer out"
-        )
+    _refuse_other_optimizer(optimizer)
     folder = dump if dump is not None else os.environ.get(DUMP_VARIABLE) or None
     options = CompileOptions(
         outputs=_names(outputs),
@@ -87,6 +87,7 @@ def compile(
         checkpoint=policy,
         memory=budget,
         release_gradients=release_gradients,
+        loss_scale=_loss_scale(loss_scale, precision, optimizer),
     )
     builder = Builder(as_module(model), options)
     return CompiledModule(builder) if optimizer is None else TrainStep(builder)
@@ -137,6 +138,25 @@ def _with_outputs(program: Program, outputs: Sequence[str]) -> Program:
     narrowed.set_outputs([by_name[value.name] for value, _ in kept], [output for _, output in kept])
     narrowed.finish()
     return narrowed
+
+
+def _refuse_other_optimizer(optimizer: Any) -> None:
+    if optimizer is not None and not isinstance(optimizer, Optimizer):
+        raise UnsupportedError(
+            f"optimizer expects a graphopt.optim value such as graphopt.optim.AdamW(lr=1e-4), came "
+            f"{type(optimizer).__name__}; a torch optimizer works with the compiled module: leave optimizer out"
+        )
+
+
+def _loss_scale(value: Any, precision: Any, optimizer: Optimizer | None) -> LossScale | None:
+    if optimizer is not None:
+        return loss_scale_of(value, precision=precision)
+    if value not in ("auto", None):
+        raise UnsupportedError(
+            f"loss_scale={value!r} is undone in the update and needs optimizer=; without it, scale the loss before "
+            "backward() and unscale with torch.amp.GradScaler"
+        )
+    return None
 
 
 def _names(outputs: Sequence[str] | None) -> tuple[str, ...] | None:

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from graphopt.checkpoint import Policy
 from graphopt.errors import UnsupportedError
+from graphopt.loss_scale import LossScale
 from graphopt.optim.base import Optimizer
 from graphopt.pipeline.pipeline import Pipeline, Verify
 from graphopt.planner.decide import Budget
@@ -54,6 +55,7 @@ class CompileOptions:
     checkpoint: Policy | None = None
     memory: Budget | None = None
     release_gradients: bool = True
+    loss_scale: LossScale | None = None
 
     def __post_init__(self) -> None:
         if self.backend not in ("aten", "inductor", "auto"):

@@ -13,6 +13,7 @@ from graphopt.capture.loss_weight import LossWeight
 from graphopt.capture.update import window_spec
 from graphopt.capture.update_bucket import UPDATE_NUMBER, UpdateBucket, make_bucket
 from graphopt.errors import StateError
+from graphopt.execute.loss_scaler import LossScaler, check_scaler_state
 from graphopt.execute.state_keeper import StateKeeper
 from graphopt.ir.spec import TensorSpec
 from graphopt.optim.base import Optimizer, refuse_complex
@@ -66,6 +67,7 @@ class TrainState:
         self.known = self.keeper.known
         self.facade = OptimizerFacade(optimizer, parameters, self.keeper)
         self.window = Window()
+        self.scaler: LossScaler | None = None
         self.skipped = 0
         self.warned = False
 
@@ -196,6 +198,7 @@ class TrainState:
             },
             "counters": {"updates": self.updates, "skipped": self.skipped},
             "random": _random_state(),
+            **({} if self.scaler is None else {"loss_scale": self.scaler.state_dict()}),
         }
 
     def _group_dict(self, group: Mapping[str, Any]) -> dict[str, Any]:
@@ -216,6 +219,8 @@ class TrainState:
         self._load_window(saved["window"])
         self.updates = int(saved["counters"]["updates"])
         self.skipped = int(saved["counters"]["skipped"])
+        if self.scaler is not None and saved.get("loss_scale") is not None:
+            self.scaler.load_state_dict(saved["loss_scale"])
         _restore_random_state(saved["random"])
 
     def _load_window(self, window: Mapping[str, Any]) -> None:
@@ -232,7 +237,7 @@ class TrainState:
     def _check(self, saved: Mapping[str, Any]) -> dict[str, tuple[Mapping[str, Any], KeptState]]:
         """The options and the kept state of each parameter that has a saved state."""
         expected = {"version", "optimizer", "state", "groups", "window", "counters", "random"}
-        if not isinstance(saved, Mapping) or set(saved) - {"formats"} != expected:
+        if not isinstance(saved, Mapping) or set(saved) - {"formats", "loss_scale"} != expected:
             raise StateError(f"expected a state dict of a compiled step with {sorted(expected)}, came {_keys(saved)}")
         if saved["version"] != FORMAT_VERSION:
             raise StateError(f"the state has format version {saved['version']}, this graphopt reads {FORMAT_VERSION}")
@@ -252,6 +257,7 @@ class TrainState:
             raise StateError(f"the state holds {stray}, which the model does not have")
         for name, gradient in gradients.items():
             _refuse_other_spec("window gradient", name, gradient, window_spec(TensorSpec.of(self.known[name])))
+        check_scaler_state(saved, self.scaler)
         formats = saved.get("formats", {})
         return {
             name: (options[name], self.keeper.check(name, options[name], values, formats.get(name)))

@@ -8,6 +8,7 @@ from graphopt.ir.program import Stage
 from graphopt.passes.batch_updates import BatchUpdates
 from graphopt.passes.decide_memory import DecideMemory
 from graphopt.passes.dedupe import Dedupe
+from graphopt.passes.defer_head_gradient import DeferHeadGradient
 from graphopt.passes.drop_dead import DropDead
 from graphopt.passes.fold_constants import FoldConstants
 from graphopt.passes.fold_identities import FoldIdentities
@@ -20,6 +21,7 @@ from graphopt.passes.recompute import Recompute
 from graphopt.passes.release_gradients import ReleaseGradients
 from graphopt.passes.restore_attention import RestoreAttention
 from graphopt.passes.reuse_last_use import ReuseLastUse
+from graphopt.passes.scatter_embedding_gradient import ScatterEmbeddingGradient
 from graphopt.passes.scatter_loss_gradient import ScatterLossGradient
 from graphopt.passes.simplify_algebra import SimplifyAlgebra
 from graphopt.pipeline.pass_base import Pass
@@ -58,9 +60,11 @@ def step_pipeline(memory: MemoryRequest = NO_REQUEST) -> Pipeline:
     """What runs on the whole step, update included; ``memory``: the checkpoint policy and the budget."""
     return Pipeline(
         (
+            *gradient_passes(memory),  # before merging, which would make the whole gradient with the loss
             MergeLossGradient(),  # here alone is it known that the gradient is taken in the same step
             Dedupe(),  # bias corrections and other numbers that parameters share
             DropDead(),  # their duplicates
+            ScatterEmbeddingGradient(),  # behind the appended window too, which may be what rows are added to
             ReleaseGradients(),  # before writing in place, which it makes possible where the gradient is
             OrderForLifetime(),  # when updates are where they run; it counts on the writes in place that follow
             *memory_passes(memory),
@@ -68,6 +72,13 @@ def step_pipeline(memory: MemoryRequest = NO_REQUEST) -> Pipeline:
             BatchUpdates(),  # behind it: what writes in place needs no names for its results, and can be one call
         )
     )
+
+
+def gradient_passes(memory: MemoryRequest) -> tuple[Pass, ...]:
+    """The passes that let gradients come later, where computing again is asked for or may be."""
+    if memory.budget is None and not memory.recomputes:
+        return ()
+    return (DeferHeadGradient(memory.budget, memory.reserved_bytes),)
 
 
 def memory_passes(memory: MemoryRequest) -> tuple[Pass, ...]:
