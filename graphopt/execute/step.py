@@ -28,6 +28,7 @@ from graphopt.execute.loss_scaler import make_scaler
 from graphopt.execute.model_view import ModelView, embedding_parameters, eval_mode, view_model
 from graphopt.execute.shared_memory import apart_from
 from graphopt.execute.state_inputs import no_state, state_source
+from graphopt.execute.state_rows import StateRow, state_rows
 from graphopt.execute.train_state import TrainState
 from graphopt.execute.update_info import UpdateInfo
 from graphopt.execute.verdict import EMPTY_WINDOW, evidence
@@ -350,13 +351,14 @@ class TrainStep:
         """The report of the step that ran last: passes, memory by class, peak predicted and (``measure``) measured."""
         from graphopt.report.step_report import step_report
 
-        return step_report(self._ran(), self.builder.options, measure=measure, notes=self._notes())
+        ran, state = self._ran(), self._state_rows()
+        return step_report(ran, self.builder.options, measure=measure, notes=self._notes(), state=state)
 
     def explain(self, name: str) -> str:
         """What became of a module, parameter or value: where it comes from, when it lives, bytes, refusals."""
         from graphopt.report.explain import explain
 
-        return explain(self._ran(), name)
+        return explain(self._ran(), name, self._state_rows())
 
     @property
     def dumps(self) -> tuple[Path, ...]:
@@ -383,6 +385,10 @@ class TrainStep:
         if self.last_executable is None:
             raise StateError("nothing has been compiled yet: call step(**batch) once; the first batch is the example")
         return self.last_executable
+
+    def _state_rows(self) -> tuple[StateRow, ...]:
+        parts = self.parts.built.values()
+        return state_rows(self.state, [name for part in parts for name in part[0].reached]) if parts else ()
 
     def _notes(self) -> tuple[str, ...]:
         if not self.accumulates:
