@@ -66,6 +66,13 @@ def embedding_parameters(model: torch.nn.Module, parameters: Mapping[str, torch.
     return tuple(names[id(table)] for table in tables if id(table) in names)
 
 
+def parameter_aliases(model: torch.nn.Module, parameters: Mapping[str, torch.nn.Parameter]) -> dict[str, str]:
+    """From the other names of tied parameters to the names that ``parameters`` has them under."""
+    names = {id(parameter): name for name, parameter in parameters.items()}
+    every = model.named_parameters(remove_duplicate=False)
+    return {name: names[id(parameter)] for name, parameter in every if names.get(id(parameter), name) != name}
+
+
 @contextmanager
 def eval_mode(model: torch.nn.Module) -> Iterator[None]:
     """Inside, every module of ``model`` is in eval mode; behind it, each is in its own again."""

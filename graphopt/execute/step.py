@@ -25,11 +25,11 @@ from graphopt.execute.inputs import collect_inputs, refuse_aliased, user_outputs
 from graphopt.execute.interrupts import held_interrupts
 from graphopt.execute.ledger import UpdateFacts, UpdateLedger
 from graphopt.execute.loss_scaler import make_scaler
-from graphopt.execute.model_view import ModelView, embedding_parameters, eval_mode, view_model
+from graphopt.execute.model_state import model_state
+from graphopt.execute.model_view import ModelView, eval_mode, view_model
 from graphopt.execute.shared_memory import apart_from
 from graphopt.execute.state_inputs import no_state, state_source
 from graphopt.execute.state_rows import StateRow, state_rows
-from graphopt.execute.train_state import TrainState
 from graphopt.execute.update_info import UpdateInfo
 from graphopt.execute.verdict import EMPTY_WINDOW, evidence
 from graphopt.ir.program import Program
@@ -85,8 +85,7 @@ class TrainStep:
         self.builder = builder
         self.model = builder.model
         options = builder.options
-        self.state = TrainState(options.optimizer, view_model(self.model).parameters)
-        self.state.choices.hint_embeddings(embedding_parameters(self.model, self.state.known))
+        self.state = model_state(self.model, options.optimizer)
         self.state.scaler = make_scaler(options.loss_scale, self.state.known.values())
         self.steps: SignatureCache[_Compiled] = SignatureCache(options.max_signatures)
         self.parts: SignatureCache[Any] = SignatureCache(options.max_signatures)

@@ -59,13 +59,19 @@ class TrainState:
     """Optimizer state in ``facade.state`` (torch's own form), step counts, window, counters."""
 
     def __init__(
-        self, optimizer: Optimizer, parameters: Mapping[str, torch.nn.Parameter], *, weights: Weights = Weights.OWN
+        self,
+        optimizer: Optimizer,
+        parameters: Mapping[str, torch.nn.Parameter],
+        *,
+        weights: Weights = Weights.OWN,
+        aliases: Mapping[str, str] | None = None,
     ) -> None:
+        """``aliases``: other names of tied parameters, to the names that ``parameters`` has them under."""
         self.optimizer = optimizer
         self.keeper = StateKeeper(optimizer, parameters, weights)
         self.choices = self.keeper.choices
         self.known = self.keeper.known
-        self.facade = OptimizerFacade(optimizer, parameters, self.keeper)
+        self.facade = OptimizerFacade(optimizer, parameters, self.keeper, aliases)
         self.window = Window()
         self.scaler: LossScaler | None = None
         self.skipped = 0

@@ -41,10 +41,17 @@ class OptimizerFacade(torch.optim.Optimizer):
     update is part of the compiled step.
     """
 
-    def __init__(self, optimizer: Optimizer, parameters: Mapping[str, torch.nn.Parameter], keeper: Keeper) -> None:
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        parameters: Mapping[str, torch.nn.Parameter],
+        keeper: Keeper,
+        aliases: Mapping[str, str] | None = None,
+    ) -> None:
+        """``aliases``: other names of tied parameters, by which a group may name them too."""
         self.definition = optimizer
         self.keeper = keeper
-        super().__init__(_make_groups(optimizer, parameters), optimizer.options())
+        super().__init__(_make_groups(optimizer, parameters, aliases or {}), optimizer.options())
         # Schedulers warn unless an update has happened; the compiled step says so after each of its updates.
         self._opt_called = False
 
@@ -188,10 +195,14 @@ def _restored(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else copy.deepcopy(value)
 
 
-def _make_groups(optimizer: Optimizer, parameters: Mapping[str, torch.nn.Parameter]) -> list[dict[str, Any]]:
+def _make_groups(
+    optimizer: Optimizer, parameters: Mapping[str, torch.nn.Parameter], aliases: Mapping[str, str]
+) -> list[dict[str, Any]]:
     owner: dict[str, int] = {}
+    every_name = {**{name: name for name in parameters}, **aliases}
+    by_any_name = {name: parameters[canonical] for name, canonical in every_name.items()}
     for position, group in enumerate(optimizer.groups):
-        for name in _members(group, parameters):
+        for name in dict.fromkeys(every_name[member] for member in _members(group, by_any_name)):
             if name in owner:
                 raise UnsupportedError(f"parameter {name!r} is in groups {owner[name]} and {position} at once")
             owner[name] = position
