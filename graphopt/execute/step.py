@@ -25,10 +25,11 @@ from graphopt.execute.inputs import collect_inputs, refuse_aliased, user_outputs
 from graphopt.execute.interrupts import held_interrupts
 from graphopt.execute.ledger import UpdateFacts, UpdateLedger
 from graphopt.execute.loss_scaler import make_scaler
+from graphopt.execute.model_state import model_state
 from graphopt.execute.model_view import ModelView, eval_mode, view_model
 from graphopt.execute.shared_memory import apart_from
 from graphopt.execute.state_inputs import no_state, state_source
-from graphopt.execute.train_state import TrainState
+from graphopt.execute.state_rows import StateRow, state_rows
 from graphopt.execute.update_info import UpdateInfo
 from graphopt.execute.verdict import EMPTY_WINDOW, evidence
 from graphopt.ir.program import Program
@@ -85,8 +86,7 @@ class TrainStep:
         self.builder = builder
         self.model = builder.model
         options = builder.options
-        weights = Weights(options.precision.master)
-        self.state = TrainState(options.optimizer, view_model(self.model).parameters, weights=weights)
+        self.state = model_state(self.model, options.optimizer, weights=Weights(options.precision.master))
         self.state.scaler = make_scaler(options.loss_scale, self.state.known.values())
         self.steps: SignatureCache[_Compiled] = SignatureCache(options.max_signatures)
         self.parts: SignatureCache[Any] = SignatureCache(options.max_signatures)
@@ -351,13 +351,14 @@ class TrainStep:
         """The report of the step that ran last: passes, memory by class, peak predicted and (``measure``) measured."""
         from graphopt.report.step_report import step_report
 
-        return step_report(self._ran(), self.builder.options, measure=measure, notes=self._notes())
+        ran, state = self._ran(), self._state_rows()
+        return step_report(ran, self.builder.options, measure=measure, notes=self._notes(), state=state)
 
     def explain(self, name: str) -> str:
         """What became of a module, parameter or value: where it comes from, when it lives, bytes, refusals."""
         from graphopt.report.explain import explain
 
-        return explain(self._ran(), name)
+        return explain(self._ran(), name, self._state_rows())
 
     @property
     def dumps(self) -> tuple[Path, ...]:
@@ -384,6 +385,10 @@ class TrainStep:
         if self.last_executable is None:
             raise StateError("nothing has been compiled yet: call step(**batch) once; the first batch is the example")
         return self.last_executable
+
+    def _state_rows(self) -> tuple[StateRow, ...]:
+        parts = self.parts.built.values()
+        return state_rows(self.state, [name for part in parts for name in part[0].reached]) if parts else ()
 
     def _notes(self) -> tuple[str, ...]:
         if not self.accumulates:
