@@ -24,6 +24,7 @@ from graphopt.execute.far_memory import FarMemory
 from graphopt.execute.model_view import view_model
 from graphopt.execute.shared_memory import overlapping_tensors
 from graphopt.execute.workspace import MeasuredWorkspace
+from graphopt.ir.embeddings import embedding_tables
 from graphopt.ir.hazards import protect_backward_reads, separate_updates
 from graphopt.ir.liveness import plan_memory
 from graphopt.ir.program import Program, Stage
@@ -56,6 +57,11 @@ class BuiltGradient:
         """Names of the inputs that have a gradient."""
         return tuple(output.name for _, output in self.joint.signature.outputs_of(OutputKind.GRAD))
 
+    @property
+    def embeddings(self) -> tuple[str, ...]:
+        """Names of the parameters whose rows are looked up."""
+        return embedding_tables(self.captured.program)
+
 
 class Builder:
     """Builds executables for one model under one set of options."""
@@ -72,7 +78,7 @@ class Builder:
         """The passes of a stage: the default ones unless options name others."""
         if self.options.passes is None:
             request = MemoryRequest(self.options.checkpoint, self.options.memory, reserved_bytes, margin_bytes)
-            pipeline = default_pipeline(stage, request)
+            pipeline = default_pipeline(stage, request, self.options.precision)
         else:
             given = self.options.passes[(Stage.FORWARD, Stage.JOINT, Stage.STEP).index(stage)]
             pipeline = with_less_room(given, reserved_bytes=reserved_bytes, margin_bytes=margin_bytes)

@@ -58,7 +58,7 @@ class AdamScalars:
     @classmethod
     def of(cls, *, lr: float, weight_decay: float, beta1: float, beta2: float, eps: float, step: float) -> AdamScalars:
         """``step`` counts from 1: the step that is being taken. Raises ValueError below that."""
-        if step < 1:
+        if step <= 0:
             raise ValueError(f"a step of Adam counts from 1 (bias correction divides by 1 - beta^step), got {step}")
         numbers = cls(
             keep=1.0 - lr * weight_decay,
