@@ -33,6 +33,7 @@ from graphopt.execute.update_info import UpdateInfo
 from graphopt.execute.verdict import EMPTY_WINDOW, evidence
 from graphopt.ir.program import Program
 from graphopt.ir.spec import OutputKind, TensorSpec
+from graphopt.optim.state import Weights
 
 
 class GradientPart(Protocol):
@@ -84,7 +85,8 @@ class TrainStep:
         self.builder = builder
         self.model = builder.model
         options = builder.options
-        self.state = TrainState(options.optimizer, view_model(self.model).parameters)
+        weights = Weights(options.precision.master)
+        self.state = TrainState(options.optimizer, view_model(self.model).parameters, weights=weights)
         self.state.scaler = make_scaler(options.loss_scale, self.state.known.values())
         self.steps: SignatureCache[_Compiled] = SignatureCache(options.max_signatures)
         self.parts: SignatureCache[Any] = SignatureCache(options.max_signatures)

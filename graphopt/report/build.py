@@ -42,6 +42,7 @@ def build_report(
         notes=(*executable.backend.notes, *notes),
         title=title or f"graphopt {program.stage} program",
         decisions=program.decisions,
+        precision=program.precision,
     )
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from graphopt.ir.decisions import DecisionTable
+from graphopt.ir.precision_table import PrecisionTable
 from graphopt.pipeline.pass_base import PassRecord
 
 
@@ -98,6 +99,7 @@ class Report:
     notes: tuple[str, ...]
     title: str
     decisions: DecisionTable = field(default_factory=DecisionTable)
+    precision: PrecisionTable = field(default_factory=PrecisionTable)
 
     @property
     def peak(self) -> TimelinePoint | None:
