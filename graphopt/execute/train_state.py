@@ -12,6 +12,7 @@ import torch
 from graphopt.capture.loss_weight import LossWeight
 from graphopt.capture.update_bucket import MASTER, UPDATE_NUMBER, UpdateBucket, make_bucket
 from graphopt.errors import StateError
+from graphopt.execute.loss_scaler import LossScaler, check_scaler_state
 from graphopt.execute.state_checks import check_state
 from graphopt.execute.state_choices import StateChoices
 from graphopt.ir.spec import TensorSpec
@@ -64,6 +65,7 @@ class TrainState:
         self.facade = OptimizerFacade(optimizer, parameters)
         self.known = dict(parameters)
         self.window = Window()
+        self.scaler: LossScaler | None = None
         self.updates = 0
         self.skipped = 0
         self.warned = False
@@ -183,6 +185,7 @@ class TrainState:
             },
             "counters": {"updates": self.updates, "skipped": self.skipped},
             "random": _random_state(),
+            **({} if self.scaler is None else {"loss_scale": self.scaler.state_dict()}),
         }
 
     def _group_dict(self, group: Mapping[str, Any]) -> dict[str, Any]:
@@ -203,6 +206,8 @@ class TrainState:
         self._load_window(saved["window"])
         self.updates = int(saved["counters"]["updates"])
         self.skipped = int(saved["counters"]["skipped"])
+        if self.scaler is not None and saved.get("loss_scale") is not None:
+            self.scaler.load_state_dict(saved["loss_scale"])
         _restore_random_state(saved["random"])
 
     def _load_window(self, window: Mapping[str, Any]) -> None:
@@ -218,7 +223,7 @@ class TrainState:
 
     def _check(self, saved: Mapping[str, Any]) -> None:
         expected = {"version", "optimizer", "state", "groups", "window", "counters", "random"}
-        if not isinstance(saved, Mapping) or set(saved) != expected:
+        if not isinstance(saved, Mapping) or set(saved) - {"loss_scale"} != expected:
             raise StateError(f"expected a state dict of a compiled step with {sorted(expected)}, came {_keys(saved)}")
         if saved["version"] != FORMAT_VERSION:
             raise StateError(f"the state has format version {saved['version']}, this graphopt reads {FORMAT_VERSION}")
@@ -237,6 +242,7 @@ class TrainState:
             raise StateError(f"parameters do not match the model: missing {missing}, unknown {unknown}")
         for name, values in saved["state"].items():
             self._check_state(name, values)
+        check_scaler_state(saved, self.scaler)
 
     def _check_state(self, name: str, values: Mapping[str, Any]) -> None:
         parameter = self.known.get(name)
