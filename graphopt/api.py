@@ -90,8 +90,8 @@ def compile(
         checkpoint=policy,
         memory=budget,
         release_gradients=release_gradients,
-        loss_scale=_loss_scale(loss_scale, requested, optimizer),
         precision=requested,
+        loss_scale=_loss_scale(loss_scale, requested, optimizer),
     )
     builder = Builder(as_module(model), options)
     return CompiledModule(builder) if optimizer is None else TrainStep(builder)
