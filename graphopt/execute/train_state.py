@@ -12,7 +12,7 @@ import torch
 from graphopt.capture.loss_weight import LossWeight
 from graphopt.capture.update import UpdateBucket
 from graphopt.errors import StateError
-from graphopt.execute.loss_scaler import LossScaler, check_scaler_state
+from graphopt.execute.loss_scaler import LossScaler, check_scaler_state, device_of
 from graphopt.ir.spec import TensorSpec
 from graphopt.optim.adam import refuse_complex
 from graphopt.optim.base import Optimizer
@@ -87,6 +87,8 @@ class TrainState:
             else:
                 self.facade.replace_parameter(old, parameter)
             self.known[name] = parameter
+        if self.scaler is not None:
+            self.scaler.follow(device_of(parameters.values()))
 
     def buckets(self, names: tuple[str, ...]) -> tuple[UpdateBucket, ...]:
         """``names`` grouped by parameter group and step count, as the graph needs them."""
