@@ -6,6 +6,7 @@ from graphopt.capture.differentiate import differentiate
 from graphopt.loss_scale import LossScale
 from graphopt.options import Accumulate
 from graphopt.pipeline.pipeline import Pipeline
+from graphopt.precision import Precision
 from graphopt.train.saving import load_checkpoint, load_model, save_checkpoint, save_model
 from graphopt.version import __version__
 
@@ -13,6 +14,7 @@ __all__ = [
     "Accumulate",
     "LossScale",
     "Pipeline",
+    "Precision",
     "__version__",
     "capture",
     "checkpoint",

@@ -1,7 +1,7 @@
-"""The maps, the random bits and the narrow floats as Triton functions: the bits of ``block_maps`` and ``counter_random``.
+"""Maps, random bits and narrow floats as Triton functions: the bits of ``block_maps`` and ``counter_random``.
 
-Tiles are [blocks, elements of a block]. Divisions and roots are the correctly rounded ones, and kernels are compiled without
-fusing multiplications into additions.
+Tiles are [blocks, elements of a block]. Divisions and roots are the correctly rounded ones, and kernels are compiled
+without fusing multiplications into additions.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def encode_unsigned(x, scales, draw, trees_ptr, MAP: tl.constexpr, IS_DRAWN: tl.
             below = count_below(trees_ptr + UNSIGNED_VALUES + 1, ratio, True)
             step = tl.load(trees_ptr + STEPS + below)
             way = tl.div_rn(ratio - tl.load(trees_ptr + UNSIGNED_VALUES + below), step)
-            codes = below + tl.floor(way + draw).to(tl.int32)
+            codes = below + (way + draw).to(tl.int32)
         else:
             codes = count_below(trees_ptr + UNSIGNED_EDGES, ratio, False)
     else:
@@ -125,7 +125,7 @@ def encode_unsigned(x, scales, draw, trees_ptr, MAP: tl.constexpr, IS_DRAWN: tl.
         else:
             place = tl.sqrt_rn(tl.sqrt_rn(ratio)) * UNSIGNED_CODES
         if IS_DRAWN:
-            codes = tl.floor(place + draw).to(tl.int32)
+            codes = (place + draw).to(tl.int32)  # down, as nothing here is below 0
         else:
             codes = whole(place).to(tl.int32)
     codes = tl.minimum(codes, 255)

@@ -12,6 +12,7 @@ from graphopt.passes.drop_dead import DropDead
 from graphopt.passes.fold_constants import FoldConstants
 from graphopt.passes.fold_identities import FoldIdentities
 from graphopt.passes.fuse_linear_loss import FuseLinearLoss
+from graphopt.passes.lower_precision import LowerPrecision
 from graphopt.passes.merge_loss_gradient import MergeLossGradient
 from graphopt.passes.offload import Offload
 from graphopt.passes.order_for_lifetime import OrderForLifetime
@@ -34,6 +35,7 @@ BY_NAME: Mapping[str, type[Pass]] = {
     "fold-constants": FoldConstants,
     "fold-identities": FoldIdentities,
     "fuse-linear-loss": FuseLinearLoss,
+    "lower-precision": LowerPrecision,
     "merge-loss-gradient": MergeLossGradient,
     "offload": Offload,
     "order-for-lifetime": OrderForLifetime,

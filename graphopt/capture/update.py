@@ -23,7 +23,8 @@ from graphopt.capture.trace import fake_like, new_fake_mode
 from graphopt.capture.update_bucket import UpdateBucket
 from graphopt.errors import OutputError
 from graphopt.ir import ops
-from graphopt.ir.program import GraphHolder, Origin, Program, Stage, scalar_input
+from graphopt.ir.origin import Origin
+from graphopt.ir.program import GraphHolder, Program, Stage, scalar_input
 from graphopt.ir.spec import Input, InputKind, Output, OutputKind, Signature, TensorSpec
 from graphopt.ir.update_targets import update_targets
 from graphopt.loss_scale import LossScale

@@ -34,6 +34,7 @@ from graphopt.execute.update_info import UpdateInfo
 from graphopt.execute.verdict import EMPTY_WINDOW, evidence
 from graphopt.ir.program import Program
 from graphopt.ir.spec import OutputKind, TensorSpec
+from graphopt.optim.state import Weights
 
 
 class GradientPart(Protocol):
@@ -85,7 +86,7 @@ class TrainStep:
         self.builder = builder
         self.model = builder.model
         options = builder.options
-        self.state = model_state(self.model, options.optimizer)
+        self.state = model_state(self.model, options.optimizer, weights=Weights(options.precision.master))
         self.state.scaler = make_scaler(options.loss_scale, self.state.known.values())
         self.steps: SignatureCache[_Compiled] = SignatureCache(options.max_signatures)
         self.parts: SignatureCache[Any] = SignatureCache(options.max_signatures)

@@ -13,6 +13,7 @@ from graphopt.passes.drop_dead import DropDead
 from graphopt.passes.fold_constants import FoldConstants
 from graphopt.passes.fold_identities import FoldIdentities
 from graphopt.passes.fuse_linear_loss import FuseLinearLoss
+from graphopt.passes.lower_precision import LowerPrecision
 from graphopt.passes.merge_loss_gradient import MergeLossGradient
 from graphopt.passes.offload import Offload
 from graphopt.passes.order_for_lifetime import OrderForLifetime
@@ -27,18 +28,29 @@ from graphopt.passes.simplify_algebra import SimplifyAlgebra
 from graphopt.pipeline.pass_base import Pass
 from graphopt.pipeline.pipeline import Pipeline
 from graphopt.planner.decide import NO_REQUEST, MemoryRequest
+from graphopt.precision import FULL, Precision
 
 
-def forward_pipeline() -> Pipeline:
-    """What runs before differentiation."""
+def forward_pipeline(precision: Precision = FULL) -> Pipeline:
+    """What runs before differentiation; ``precision``: what to compute in."""
     return Pipeline(
         (
             DropDead(),  # first: what nobody asked for need not be looked at again
             RestoreAttention(),  # before differentiation: the backward of attention follows its forward form
             FuseLinearLoss(),  # before differentiation: the fused loss brings a backward of its own
             DropDead(),  # masks, repeated heads and logits that the two left behind
+            *precision_passes(precision),
         )
     )
+
+
+def precision_passes(precision: Precision) -> tuple[Pass, ...]:
+    """The passes that lower the compute type; none for float32."""
+    if not precision.lowers:
+        return ()
+    lower = LowerPrecision(precision.compute, "|".join(precision.keep_fp32), precision.residual)
+    # After what looks for patterns, which casts would hide; before differentiation: a gradient has its value's dtype.
+    return (lower, DropDead())
 
 
 def joint_pipeline() -> Pipeline:
@@ -95,11 +107,11 @@ def memory_passes(memory: MemoryRequest) -> tuple[Pass, ...]:
     )
 
 
-def default_pipeline(stage: Stage, memory: MemoryRequest = NO_REQUEST) -> Pipeline:
+def default_pipeline(stage: Stage, memory: MemoryRequest = NO_REQUEST, precision: Precision = FULL) -> Pipeline:
     """The default pipeline of a stage."""
     if stage is Stage.STEP:
         return step_pipeline(memory)
-    return {Stage.FORWARD: forward_pipeline, Stage.JOINT: joint_pipeline}[stage]()
+    return forward_pipeline(precision) if stage is Stage.FORWARD else joint_pipeline()
 
 
 def with_less_room(pipeline: Pipeline, *, reserved_bytes: int, margin_bytes: int) -> Pipeline:
