@@ -14,6 +14,7 @@ from graphopt.capture.update import window_spec
 from graphopt.capture.update_bucket import UPDATE_NUMBER, UpdateBucket, make_bucket
 from graphopt.errors import StateError
 from graphopt.execute.loss_scaler import LossScaler, check_scaler_state
+from graphopt.execute.master_watch import MasterWatch
 from graphopt.execute.state_keeper import StateKeeper
 from graphopt.ir.spec import TensorSpec
 from graphopt.optim.base import Optimizer, refuse_complex
@@ -72,6 +73,7 @@ class TrainState:
         self.choices = self.keeper.choices
         self.known = self.keeper.known
         self.facade = OptimizerFacade(optimizer, parameters, self.keeper, aliases)
+        self.masters = MasterWatch()
         self.window = Window()
         self.scaler: LossScaler | None = None
         self.skipped = 0
@@ -108,6 +110,7 @@ class TrainState:
             else:
                 self.facade.replace_parameter(old, parameter)
             self.known[name] = parameter
+        self.masters.follow(self.known, self.facade.state)
 
     def buckets(self, names: tuple[str, ...]) -> tuple[UpdateBucket, ...]:
         """``names`` grouped by parameter group and step count, as the graph needs them."""
@@ -175,6 +178,7 @@ class TrainState:
                 state["step"] += 1
             elif "momentum_buffer" in state:
                 state["updated"] = True
+        self.masters.updated(names, self.known)
         self.updates += 1
         self.facade._opt_called = True
 

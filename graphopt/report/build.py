@@ -51,6 +51,7 @@ def build_report(
         title=title or f"graphopt {program.stage} program",
         decisions=program.decisions,
         state=tuple(state),
+        precision=program.precision,
     )
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from graphopt.execute.state_rows import StateRow
 from graphopt.ir.decisions import DecisionTable
+from graphopt.ir.precision_table import PrecisionTable
 from graphopt.pipeline.pass_base import PassRecord
 
 
@@ -101,6 +102,7 @@ class Report:
     title: str
     decisions: DecisionTable = field(default_factory=DecisionTable)
     state: tuple[StateRow, ...] = ()
+    precision: PrecisionTable = field(default_factory=PrecisionTable)
 
     @property
     def peak(self) -> TimelinePoint | None:

@@ -22,6 +22,7 @@ from graphopt.report.build import segment_name
 from graphopt.report.classify import Classifier
 from graphopt.report.decisions import decision_lines
 from graphopt.report.gradients import parameter_gradients
+from graphopt.report.precision import precision_lines
 from graphopt.report.state import state_lines
 
 _NUM_VALUES = 8
@@ -86,6 +87,7 @@ class _Explainer:
         ]
         if entry.kind is InputKind.PARAM:
             lines += [*self._training(entry.name), *state_lines(self.state, entry.name)]
+        lines += precision_lines(self.program.precision.reading(entry.name))
         return [*lines, *self._refusals({node.name})]
 
     def _training(self, parameter: str) -> list[str]:
@@ -117,6 +119,7 @@ class _Explainer:
         is_forward = segment_name(self.segments, made) == "forward"
         saved = is_forward and not self.saved.isdisjoint(self.storages.held[node])
         lines.append(f"  saved for backward: {'yes' if saved else 'no'}")
+        lines += precision_lines(self.program.precision.at(node.name, self.program.origin(node)))
         return [*lines, *self._decisions(node), *self._refusals({node.name})]
 
     def _module(self, path: str) -> list[str]:
@@ -144,6 +147,7 @@ class _Explainer:
         lines += [f"  value {node.name}: {self._summary(node)}" for node in allocating[:_NUM_VALUES]]
         if len(allocating) > _NUM_VALUES:
             lines.append(f"  and {len(allocating) - _NUM_VALUES} smaller values")
+        lines += precision_lines(self.program.precision.within(path))
         decided = decision_lines(self.program.decisions, {node.name for node in values if not is_twin(node)})
         return [*lines, *decided[:_NUM_VALUES], *self._refusals({node.name for node in values})]
 
