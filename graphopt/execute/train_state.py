@@ -284,8 +284,8 @@ def _refuse_other_spec(what: str, name: str, tensor: torch.Tensor, spec: TensorS
     Of codes the order in memory counts too: their blocks follow it.
     """
     if tensor.dtype == spec.dtype and tuple(tensor.shape) == tuple(spec.shape):
-        is_code = spec.dtype in (torch.int8, torch.uint8)
-        if not is_code or memory_order(TensorSpec.of(tensor)) == memory_order(spec):
+        lies_alike = tensor.stride() == spec.stride or spec.dtype not in (torch.int8, torch.uint8)
+        if lies_alike or memory_order(TensorSpec.of(tensor)) == memory_order(spec):
             return
     raise StateError(
         f"{what} of {name!r} is {TensorSpec.of(tensor)}, the parameter now needs {spec}: cast the state as the "

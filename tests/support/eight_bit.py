@@ -61,9 +61,10 @@ def batches(count: int) -> list[dict[str, torch.Tensor]]:
 
 def step_of(model: nn.Module, optimizer: optim.Optimizer, weights: Weights = Weights.OWN, **options: Any) -> Any:
     """A compiled step of ``model``; ``weights``: what is done for parameters of two bytes an element."""
-    step = graphopt.compile(model, outputs=["loss"], optimizer=optimizer, backend="aten", **options)
-    step.state.choices._weights = weights
-    return step
+    precision = graphopt.Precision(compute="fp32", master=weights.value)
+    return graphopt.compile(
+        model, outputs=["loss"], optimizer=optimizer, backend="aten", precision=precision, **options
+    )
 
 
 def run(step: Any, items: Sequence[dict[str, torch.Tensor]]) -> None:
