@@ -20,8 +20,10 @@ Residual = Literal["auto", "compute", "fp32"]
 class Precision:
     """How a step computes, and what its optimizer keeps of parameters.
 
-    ``compute``: the type of matrix products and of what lies between them; "fp32" lowers nothing. ``master``: what the
-    update of a parameter in low precision is added to. ``keep_fp32``: patterns of module paths, such as "lm_head" or
+    ``compute``: the type of matrix products and of what lies between them; "fp32" lowers nothing. ``master``: how
+    parameters of two bytes an element are updated: "fp32" (a float32 copy is, and cast back), "stochastic" (rounded up
+    or down by chance), "remainder" (bfloat16 with 16 more bits, exact), "none" (in their own dtype, as torch does).
+    ``keep_fp32``: patterns of module paths, such as "lm_head" or
     "*.wo"; what runs in such a module, or below it, stays in float32.
 
     ``residual``: the type of sums that run through all layers. "compute": two bytes an element, as a model in bfloat16
@@ -109,4 +111,4 @@ def _check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
 
 
 FULL = Precision(compute="fp32", master="none")
-"""What ``precision="fp32"`` means: everything as the model has it."""
+"""Everything as the model has it, parameters of two bytes an element included: the step that torch takes."""

@@ -17,6 +17,7 @@ from graphopt.passes.merge_loss_gradient import MergeLossGradient
 from graphopt.passes.offload import Offload
 from graphopt.passes.order_for_lifetime import OrderForLifetime
 from graphopt.passes.pack_masks import PackMasks
+from graphopt.passes.recast_weights import RecastWeights
 from graphopt.passes.recompute import Recompute
 from graphopt.passes.release_gradients import ReleaseGradients
 from graphopt.passes.restore_attention import RestoreAttention
@@ -24,6 +25,7 @@ from graphopt.passes.reuse_last_use import ReuseLastUse
 from graphopt.passes.scatter_embedding_gradient import ScatterEmbeddingGradient
 from graphopt.passes.scatter_loss_gradient import ScatterLossGradient
 from graphopt.passes.simplify_algebra import SimplifyAlgebra
+from graphopt.passes.skip_gradient_casts import SkipGradientCasts
 from graphopt.pipeline.pass_base import Pass
 
 BY_NAME: Mapping[str, type[Pass]] = {
@@ -40,6 +42,7 @@ BY_NAME: Mapping[str, type[Pass]] = {
     "offload": Offload,
     "order-for-lifetime": OrderForLifetime,
     "pack-masks": PackMasks,
+    "recast-weights": RecastWeights,
     "recompute": Recompute,
     "release-gradients": ReleaseGradients,
     "restore-attention": RestoreAttention,
@@ -47,5 +50,6 @@ BY_NAME: Mapping[str, type[Pass]] = {
     "scatter-embedding-gradient": ScatterEmbeddingGradient,
     "scatter-loss-gradient": ScatterLossGradient,
     "simplify-algebra": SimplifyAlgebra,
+    "skip-gradient-casts": SkipGradientCasts,
 }
 """Every pass by its name, in alphabetical order; a literal, so that an editable install finds what a wheel finds."""

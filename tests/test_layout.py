@@ -26,7 +26,7 @@ IMPORTS: dict[str, frozenset[str]] = {
     "ir": frozenset({"errors", "operators"}),
     "loss_scale": frozenset({"errors"}),
     "precision": frozenset({"errors"}),
-    "optim": frozenset({"errors", "ir", "operators"}),
+    "optim": frozenset({"errors", "ir", "kernels", "operators"}),
     "checkpoint": frozenset({"errors", "ir"}),
     "planner": frozenset({"errors", "ir", "checkpoint"}),
     "pipeline": frozenset({"errors", "ir", "planner", "precision"}),
@@ -35,7 +35,7 @@ IMPORTS: dict[str, frozenset[str]] = {
     "user_files": frozenset({"errors", "pipeline"}),
     "capture": frozenset({"errors", "ir", "operators", "optim", "loss_scale"}),
     "execute": frozenset({"errors", "ir", "optim", "loss_scale", "capture"}),
-    "report": frozenset({"errors", "ir", "pipeline", "capture", "execute"}),
+    "report": frozenset({"errors", "kernels", "ir", "pipeline", "capture", "execute"}),
     "train": frozenset({"errors", "ir", "execute"}),
     "build": frozenset(
         {
