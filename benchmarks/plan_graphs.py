@@ -53,6 +53,7 @@ class PlanGraph:
             returned=self.returned,
             writes=(),
             reusable=((),) * num,
+            updated=((),) * num,
             repeatable=tuple(i not in self.fixed for i in range(num)),
             seconds=tuple(micros * 1e-6 for micros in self.micros),
             workspace=(0,) * num,

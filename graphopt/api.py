@@ -20,11 +20,12 @@ from graphopt.ir.program import Program, Stage
 from graphopt.ir.spec import OutputKind
 from graphopt.loss_scale import LossScale, loss_scale_of
 from graphopt.optim.base import Optimizer
-from graphopt.options import DEFAULT_MAX_SIGNATURES, Accumulate, CompileOptions, refuse_later_options
+from graphopt.options import DEFAULT_MAX_SIGNATURES, Accumulate, CompileOptions
 from graphopt.pipeline.default import default_pipeline
 from graphopt.pipeline.pass_base import Pass
 from graphopt.pipeline.pipeline import Pipeline, Verify
 from graphopt.planner.decide import MemoryRequest, check_budget
+from graphopt.precision import Precision, precision_of
 
 DUMP_VARIABLE = "GRAPHOPT_DUMP"
 
@@ -39,7 +40,7 @@ def compile(
     optimizer: Optimizer | None = None,
     accumulate: int | Accumulate = 1,
     clip_grad_norm: float | None = None,
-    precision: str = "fp32",
+    precision: str | Precision = "fp32",
     loss_scale: str | float | LossScale | None = "auto",
     checkpoint: Any = None,
     memory: Any = None,
@@ -55,6 +56,7 @@ def compile(
     ``outputs``: names of what is required (None: every tensor the model returns); everything else may be removed.
     ``loss``: the name of the loss among the outputs (default "loss"), or ``function(outputs, batch)`` that computes it.
     ``accumulate``: micro-batches per update, or an ``Accumulate``. ``clip_grad_norm``: largest global gradient norm.
+    ``precision``: "fp32", "bf16", "fp16" or a ``graphopt.Precision``, what is computed in; parameters keep theirs.
     ``loss_scale``: "dynamic", a number or a ``LossScale``: what the loss is multiplied by before backward, which the
     update undoes; None for nothing; "auto" is "dynamic" where ``precision`` computes in float16 and None elsewhere.
     ``checkpoint``: a policy such as ``graphopt.checkpoint.SqrtN()`` (several in a list), which says what the backward
@@ -69,10 +71,8 @@ def compile(
 
     Compiling happens at the first batch. Raises UnsupportedError for options that this version does not have.
     """
-    refuse_later_options(precision=(precision, "fp32"))
-    policy, budget = policy_of(checkpoint), check_budget(memory)
+    policy, budget, requested = policy_of(checkpoint), check_budget(memory), precision_of(precision)
     _refuse_other_optimizer(optimizer)
-    folder = dump if dump is not None else os.environ.get(DUMP_VARIABLE) or None
     options = CompileOptions(
         outputs=_names(outputs),
         loss=loss,
@@ -80,14 +80,15 @@ def compile(
         accumulate=accumulate if isinstance(accumulate, Accumulate) else Accumulate(accumulate),
         clip_grad_norm=clip_grad_norm,
         backend=backend,
-        dump=_writable(folder),
+        dump=_writable(dump if dump is not None else os.environ.get(DUMP_VARIABLE) or None),
         verify=Verify(verify),
-        passes=None if passes is None else _extended(passes, MemoryRequest(policy, budget)),
+        passes=None if passes is None else _extended(passes, MemoryRequest(policy, budget), requested),
         max_signatures=max_signatures,
         checkpoint=policy,
         memory=budget,
         release_gradients=release_gradients,
-        loss_scale=_loss_scale(loss_scale, precision, optimizer),
+        precision=requested,
+        loss_scale=_loss_scale(loss_scale, requested, optimizer),
     )
     builder = Builder(as_module(model), options)
     return CompiledModule(builder) if optimizer is None else TrainStep(builder)
@@ -175,13 +176,13 @@ def _as_pipeline(passes: Passes) -> Pipeline:
     return passes if isinstance(passes, Pipeline) else Pipeline(tuple(passes))
 
 
-def _extended(passes: Passes, memory: MemoryRequest) -> tuple[Pipeline, Pipeline, Pipeline]:
+def _extended(passes: Passes, memory: MemoryRequest, precision: Precision) -> tuple[Pipeline, Pipeline, Pipeline]:
     """The default pipelines of forward, joint and step, with ``passes`` added behind those of their stage."""
     added = _as_pipeline(passes).passes
     result = []
     for stage in (Stage.FORWARD, Stage.JOINT, Stage.STEP):
         own = [item for item in added if item.stage == stage or (item.stage == Stage.ANY and stage is Stage.JOINT)]
-        default = list(default_pipeline(stage, memory).passes)
+        default = list(default_pipeline(stage, memory, precision).passes)
         # Behind the functional passes, before the one that writes in place.
         tail = [item for item in default if item.in_place]
         result.append(Pipeline((*(item for item in default if not item.in_place), *own, *tail)))

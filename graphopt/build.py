@@ -24,6 +24,7 @@ from graphopt.execute.far_memory import FarMemory
 from graphopt.execute.model_view import view_model
 from graphopt.execute.shared_memory import overlapping_tensors
 from graphopt.execute.workspace import MeasuredWorkspace
+from graphopt.ir.embeddings import embedding_tables
 from graphopt.ir.hazards import protect_backward_reads, separate_updates
 from graphopt.ir.liveness import plan_memory
 from graphopt.ir.program import Program, Stage
@@ -35,6 +36,7 @@ from graphopt.pipeline.default import default_pipeline, with_less_room
 from graphopt.pipeline.dump import Dump
 from graphopt.pipeline.pipeline import Pipeline
 from graphopt.planner.decide import MemoryRequest
+from graphopt.precision import precision_for
 from graphopt.report.build import build_report
 
 _MOST_PLANS = 4
@@ -56,6 +58,11 @@ class BuiltGradient:
         """Names of the inputs that have a gradient."""
         return tuple(output.name for _, output in self.joint.signature.outputs_of(OutputKind.GRAD))
 
+    @property
+    def embeddings(self) -> tuple[str, ...]:
+        """Names of the parameters whose rows are looked up."""
+        return embedding_tables(self.captured.program)
+
 
 class Builder:
     """Builds executables for one model under one set of options."""
@@ -65,6 +72,7 @@ class Builder:
         self.options = options
         self.request = OutputRequest(options.outputs, options.loss, require_loss=options.optimizer is not None)
         self.binder = BatchBinder(model, allow_extra=callable(options.loss))
+        self.precision = precision_for(model, options.precision)
         self.workspace = MeasuredWorkspace()
         self.dump_folders: list[Path] = []
 
@@ -72,7 +80,7 @@ class Builder:
         """The passes of a stage: the default ones unless options name others."""
         if self.options.passes is None:
             request = MemoryRequest(self.options.checkpoint, self.options.memory, reserved_bytes, margin_bytes)
-            pipeline = default_pipeline(stage, request)
+            pipeline = default_pipeline(stage, request, self.precision)
         else:
             given = self.options.passes[(Stage.FORWARD, Stage.JOINT, Stage.STEP).index(stage)]
             pipeline = with_less_room(given, reserved_bytes=reserved_bytes, margin_bytes=margin_bytes)
@@ -105,6 +113,8 @@ class Builder:
             dump.start(captured.program)
         with without_autocast():
             program = self.run_passes(captured.program, Stage.FORWARD, dump)
+        if dump is not None and program.precision.rows:
+            dump.attach("precision.txt", program.precision.text())
         return replace(captured, program=program), dump
 
     def gradient(self, batch: BoundBatch, *, wrt: Sequence[str], title: str) -> BuiltGradient:

@@ -10,6 +10,9 @@ After::
     mul_ = aten.mul_.Tensor(p_weight, decay)
     gelu_backward = aten.gelu_backward.grad_input(grad, x, grad_input=grad)
 
+An operator with several results that are new values of its arguments (an update by blocks) writes all of them, if it
+may write all of them: ``graphopt.block_adam`` becomes ``graphopt.block_adam_``.
+
 Saves the bytes of the result (``numel * itemsize``) while the operator runs, and the page faults of fresh memory.
 Costs nothing: the same kernel computes the same bits into other memory. Refuses where the operand is read again, is
 returned, belongs to the caller (unless this is its own update), is a constant, has a conjugate or negative view, does
@@ -26,6 +29,7 @@ from graphopt.ir.in_place import in_place_call
 from graphopt.ir.program import Program, Stage
 from graphopt.ir.reuse import DyingOperands
 from graphopt.ir.storage import storage_map
+from graphopt.ir.write_results import write_results
 from graphopt.pipeline.pass_base import Changes, Numerics, Pass
 
 
@@ -43,6 +47,12 @@ class ReuseLastUse(Pass):
         facts = DyingOperands(program, storages)
         count = 0
         for node in program.ops():
+            updated = facts.updated(node)
+            if updated:
+                facts.joined_results(node, updated)
+                write_results(program, node, updated)
+                count += 1
+                continue
             operand = next(facts.reusable(node), None)
             if operand is None:
                 continue

@@ -18,14 +18,17 @@ from graphopt.capture.loss_scaling import (
     good_updates_spec,
     loss_scale_spec,
 )
+from graphopt.capture.parameter_update import GradientSource, ParameterWriter
 from graphopt.capture.trace import fake_like, new_fake_mode
+from graphopt.capture.update_bucket import UpdateBucket
 from graphopt.errors import OutputError
 from graphopt.ir import ops
-from graphopt.ir.program import GraphHolder, Origin, Program, Stage, scalar_input
+from graphopt.ir.origin import Origin
+from graphopt.ir.program import GraphHolder, Program, Stage, scalar_input
 from graphopt.ir.spec import Input, InputKind, Output, OutputKind, Signature, TensorSpec
 from graphopt.ir.update_targets import update_targets
 from graphopt.loss_scale import LossScale
-from graphopt.optim.base import Optimizer, ParameterUpdate
+from graphopt.optim.base import Optimizer
 
 aten = torch.ops.aten
 
@@ -37,17 +40,6 @@ WINDOW_LOSS = "window_loss"
 # torch.nn.utils.clip_grad_norm_ adds this to the norm before it divides.
 _CLIP_EPSILON = 1e-6
 _WRITTEN_BY_THE_RULE = (OutputKind.PARAM_UPDATE, OutputKind.STATE_UPDATE)
-
-
-@dataclass(frozen=True)
-class UpdateBucket:
-    """Parameters that share a group and a step count, and so their numbers: ``lr.0``, ``step.0``, ..."""
-
-    name: str
-    parameters: tuple[str, ...]
-    structure: Any
-    numbers: tuple[str, ...]
-    state_names: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -171,13 +163,12 @@ class _Appender:
         applied = None
         if scaled is not None and request.selects:
             applied, factor, weight = self._decide(factor, weight)
+        writer = ParameterWriter(self.program, self.emit, request.optimizer)
         for bucket in request.buckets:
             numbers = {name: self.add_number(f"{name}.{bucket.name}") for name in bucket.numbers}
             for name in bucket.parameters:
                 self.origin = Origin(name, type(request.optimizer).__name__)
-                # Scaled one by one, where it is used: never all gradients twice.
-                gradient = self._scaled(gradients[name], factor, weight)
-                self._update_parameter(name, gradient, numbers, bucket, request.optimizer)
+                self._update_parameter(name, self._source(gradients[name], factor, weight), numbers, bucket, writer)
         if applied is not None:
             assert scaled is not None and request.loss_scale is not None, "only a scaled update selects"
             self._select(applied, scaled, request.loss_scale)
@@ -226,6 +217,14 @@ class _Appender:
             self.add_output(scale, OutputKind.STATE_UPDATE, LOSS_SCALE)
             self.add_output(count, OutputKind.STATE_UPDATE, GOOD_UPDATES)
 
+    def _source(self, gradient: fx.Node, factor: fx.Node | None, weight: fx.Node | None) -> GradientSource:
+        # Scaled one by one, where it is used: never all gradients twice.
+        return GradientSource(
+            gradient,
+            scaled=lambda node: self._scaled(node, factor, weight),
+            factor=lambda: self._single_factor(factor, weight),
+        )
+
     def _scaled(self, gradient: fx.Node, factor: fx.Node | None, weight: fx.Node | None) -> fx.Node:
         if self.is_scaled:
             gradient = self.scaling.widened(gradient)
@@ -233,21 +232,28 @@ class _Appender:
             return self.emit(aten.mul.Tensor, gradient, factor)
         return gradient if weight is None else self.emit(aten.div.Tensor, gradient, weight)
 
+    def _single_factor(self, factor: fx.Node | None, weight: fx.Node | None) -> fx.Node | None:
+        """What gradients are multiplied by, as one float32."""
+        if factor is None and weight is not None:
+            factor = self.emit(aten.reciprocal.default, weight)
+        if factor is not None and self.program.spec(factor).dtype != torch.float32:
+            factor = self.emit(aten._to_copy.default, factor, dtype=torch.float32)
+        return factor
+
     def _update_parameter(
-        self, name: str, gradient: fx.Node, numbers: Mapping[str, fx.Node], bucket: UpdateBucket, optimizer: Optimizer
+        self,
+        name: str,
+        source: GradientSource,
+        numbers: Mapping[str, fx.Node],
+        bucket: UpdateBucket,
+        writer: ParameterWriter,
     ) -> None:
-        parameter = self.program.input_named(name)
-        spec = self.program.spec(parameter)
-        if self.program.spec(gradient).dtype != spec.dtype:
-            gradient = self.emit(aten._to_copy.default, gradient, dtype=spec.dtype)
-        state = {
-            state_name: self.add_tensor(f"{state_name}.{name}", InputKind.STATE, spec)
-            for state_name in bucket.state_names
-        }
-        result = optimizer.rule(self.emit, ParameterUpdate(parameter, gradient, state, numbers), bucket.structure)
+        specs = bucket.state_specs(self.program.spec(self.program.input_named(name)))
+        state = {key: self.add_tensor(f"{key}.{name}", InputKind.STATE, spec) for key, spec in specs.items()}
+        result = writer.update(name, source, state, numbers, bucket)
         self.add_output(result.parameter, OutputKind.PARAM_UPDATE, name)
-        for state_name, value in result.state.items():
-            self.add_output(value, OutputKind.STATE_UPDATE, f"{state_name}.{name}")
+        for key, value in result.state.items():
+            self.add_output(value, OutputKind.STATE_UPDATE, f"{key}.{name}")
 
     def _clip_factor(
         self, gradients: Mapping[str, fx.Node], weight: fx.Node | None, scaled: ScaledGradients | None

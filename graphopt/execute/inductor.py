@@ -10,9 +10,11 @@ from graphopt.execute.region import Region
 from graphopt.execute.region_compile import compiled_region
 from graphopt.execute.region_cuts import FEWEST_CALLS, Owners, Span, cut_spans, halves
 from graphopt.execute.region_workspace import RegionWorkspace
+from graphopt.ir.list_calls import join_list_calls
 from graphopt.ir.liveness import MemoryPlan, plan_memory
 from graphopt.ir.program import Program
 from graphopt.ir.units import format_bytes
+from graphopt.ir.write_results import write_all_results
 
 log = logging.getLogger(__name__)
 
@@ -43,6 +45,8 @@ def compile_regions(
     best: _Attempt | None = None
     for num_cut in range(_MOST_ROUNDS + 1):
         lowering = lower_regions(program, spans, compile_region=compile_region)
+        write_all_results(lowering.program)
+        join_list_calls(lowering.program)
         attempt = _Attempt(lowering, _plan(lowering.program), num_cut)
         if best is None or attempt.plan.peak_bytes < best.plan.peak_bytes:
             best = attempt

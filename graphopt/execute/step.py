@@ -16,7 +16,8 @@ from graphopt.capture.export import Captured
 from graphopt.capture.hooks import refuse_module_hooks, refuse_parameter_hooks
 from graphopt.capture.loss_weight import LossWeight
 from graphopt.capture.outputs import rebuild
-from graphopt.capture.update import CLIP_SCALAR, UpdateBucket, UpdateRequest
+from graphopt.capture.update import CLIP_SCALAR, UpdateRequest
+from graphopt.capture.update_bucket import UpdateBucket
 from graphopt.errors import BatchError, StateError
 from graphopt.execute.cache import SignatureCache, ambient_key, batch_key, describe_batch
 from graphopt.execute.executable import Executable, run_before_commit, run_segment
@@ -24,15 +25,17 @@ from graphopt.execute.inputs import collect_inputs, refuse_aliased, user_outputs
 from graphopt.execute.interrupts import held_interrupts
 from graphopt.execute.ledger import UpdateFacts, UpdateLedger
 from graphopt.execute.loss_scaler import make_scaler
+from graphopt.execute.model_state import model_state
 from graphopt.execute.model_view import ModelView, eval_mode, view_model
 from graphopt.execute.run_update import UpdateRun, run_update
 from graphopt.execute.shared_memory import apart_from
 from graphopt.execute.state_inputs import no_state, state_source
-from graphopt.execute.train_state import TrainState
+from graphopt.execute.state_rows import StateRow, state_rows
 from graphopt.execute.update_info import UpdateInfo
 from graphopt.execute.verdict import EMPTY_WINDOW
 from graphopt.ir.program import Program
 from graphopt.ir.spec import OutputKind, TensorSpec
+from graphopt.optim.state import Weights
 
 
 class GradientPart(Protocol):
@@ -44,6 +47,8 @@ class GradientPart(Protocol):
 
     @property
     def reached(self) -> tuple[str, ...]: ...
+    @property
+    def embeddings(self) -> tuple[str, ...]: ...
 
 
 class StepBuilder(Protocol):
@@ -82,7 +87,7 @@ class TrainStep:
         self.builder = builder
         self.model = builder.model
         options = builder.options
-        self.state = TrainState(options.optimizer, view_model(self.model).parameters)
+        self.state = model_state(self.model, options.optimizer, weights=Weights(options.precision.master))
         self.state.scaler = make_scaler(options.loss_scale, self.state.known.values())
         self.steps: SignatureCache[_Compiled] = SignatureCache(options.max_signatures)
         self.parts: SignatureCache[Any] = SignatureCache(options.max_signatures)
@@ -146,11 +151,14 @@ class TrainStep:
 
     def _gradient(self, bound: BoundBatch, view: ModelView) -> Any:
         wrt = [name for name, parameter in view.parameters.items() if parameter.requires_grad]
-        return self.parts.get(
-            (batch_key(bound), view.key, ambient_key()),
-            lambda: (self.builder.gradient(bound, wrt=wrt, title="step"), view.modules),
-            describe=describe_batch(bound),
-        )[0]
+
+        def build() -> tuple[Any, tuple[torch.nn.Module, ...]]:
+            part = self.builder.gradient(bound, wrt=wrt, title="step")
+            self.state.choices.note_embeddings(part.embeddings)
+            return part, view.modules
+
+        key = (batch_key(bound), view.key, ambient_key())
+        return self.parts.get(key, build, describe=describe_batch(bound))[0]
 
     def _full_step(self, bound: BoundBatch, view: ModelView) -> Any:
         part = self._gradient(bound, view)
@@ -208,7 +216,7 @@ class TrainStep:
     def _micro_executable(self, part: Any, view: ModelView) -> Executable:
         """The micro-step, planned beside the optimizer state, which it does not read but which is there."""
         state_bytes = sum(
-            view.parameters[name].nbytes * len(bucket.state_names)
+            bucket.state_bytes(TensorSpec.of(view.parameters[name]))
             for bucket in self.state.buckets(part.reached)
             for name in bucket.parameters
         )
@@ -314,13 +322,14 @@ class TrainStep:
         """The report of the step that ran last: passes, memory by class, peak predicted and (``measure``) measured."""
         from graphopt.report.step_report import step_report
 
-        return step_report(self._ran(), self.builder.options, measure=measure, notes=self._notes())
+        ran, state = self._ran(), self._state_rows()
+        return step_report(ran, self.builder.options, measure=measure, notes=self._notes(), state=state)
 
     def explain(self, name: str) -> str:
         """What became of a module, parameter or value: where it comes from, when it lives, bytes, refusals."""
         from graphopt.report.explain import explain
 
-        return explain(self._ran(), name)
+        return explain(self._ran(), name, self._state_rows())
 
     @property
     def dumps(self) -> tuple[Path, ...]:
@@ -347,6 +356,10 @@ class TrainStep:
         if self.last_executable is None:
             raise StateError("nothing has been compiled yet: call step(**batch) once; the first batch is the example")
         return self.last_executable
+
+    def _state_rows(self) -> tuple[StateRow, ...]:
+        parts = self.parts.built.values()
+        return state_rows(self.state, [name for part in parts for name in part[0].reached]) if parts else ()
 
     def _notes(self) -> tuple[str, ...]:
         if not self.accumulates:

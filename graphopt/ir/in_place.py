@@ -41,6 +41,42 @@ def has_in_place_form(node: fx.Node, operand: fx.Node) -> bool:
     return _out_overload(op) is not None
 
 
+def updated_arguments(node: fx.Node) -> tuple[fx.Node, ...]:
+    """For an operator with several results of which each is the new value of an argument: those arguments, in order.
+
+    Such operators are called ``x`` and ``x_``: the second takes the same arguments, writes them and returns nothing.
+    """
+    op = ops.overload(node)
+    twin = None if op is None else _writing_twin(op)
+    if op is None or twin is None:
+        return ()
+    positions = [i for i, argument in enumerate(twin._schema.arguments) if argument.alias_info is not None]
+    found = tuple(ops.argument(node, i, twin._schema.arguments[i].name) for i in positions)
+    return found if all(isinstance(argument, fx.Node) for argument in found) else ()
+
+
+def writing_call(program: Program, node: fx.Node) -> fx.Node:
+    """A new call before ``node`` that writes the results of ``node`` into its ``updated_arguments``."""
+    op = ops.overload(node)
+    twin = None if op is None else _writing_twin(op)
+    assert twin is not None, f"{node.target} has no form that writes"
+    return program.insert_before(node, twin, *node.args, origin_of=node, **node.kwargs)
+
+
+@functools.cache
+def _writing_twin(op: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
+    """The operator ``x_`` for an operator ``x`` with several results."""
+    if len(op._schema.returns) < 2:
+        return None
+    namespace, name = op._schema.name.split("::")
+    packet = getattr(getattr(torch.ops, namespace), f"{name}_", None)
+    twin = getattr(packet, op._overloadname or "default", None) if packet is not None else None
+    if twin is None or twin._schema.returns or _argument_types(twin._schema) != _argument_types(op._schema):
+        return None
+    written = [argument for argument in twin._schema.arguments if argument.alias_info is not None]
+    return twin if len(written) == len(op._schema.returns) else None
+
+
 @functools.cache
 def _in_place_overload(op: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
     namespace, name = op._schema.name.split("::")

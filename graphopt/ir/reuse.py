@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from graphopt.ir import ops
-from graphopt.ir.in_place import has_in_place_form
+from graphopt.ir.in_place import has_in_place_form, updated_arguments
 from graphopt.ir.program import Program, nodes_in
 from graphopt.ir.spec import InputKind, OutputKind, TensorSpec
 from graphopt.ir.storage import StorageMap, storage_map
@@ -34,7 +34,14 @@ def planned_reuse(program: Program, storages: StorageMap | None = None) -> Plann
     storages = storages or storage_map(program)
     facts = DyingOperands(program, storages)
     written: dict[fx.Node, fx.Node] = {}
+    several: dict[fx.Node, tuple[int, ...]] = {}
     for node in program.ops():
+        updated = facts.updated(node)
+        if updated:
+            facts.joined_results(node, updated)
+            written[node] = next(iter(updated.values()))
+            several[node] = tuple(facts.storage[operand] for operand in updated.values())
+            continue
         operand = next(facts.reusable(node), None)
         if operand is not None and has_in_place_form(node, operand):
             written[node] = operand
@@ -42,6 +49,7 @@ def planned_reuse(program: Program, storages: StorageMap | None = None) -> Plann
     held = {
         node: (facts.storage[node],) if node in facts.storage else numbers for node, numbers in storages.held.items()
     }
+    held |= several
     return PlannedReuse(StorageMap(held, storages.nbytes, storages.resident), written)
 
 
@@ -85,6 +93,43 @@ class DyingOperands:
         for operand in operands:
             if operand in self.storage and self._fits(node, operand, spec):
                 yield operand
+
+    def updated(self, node: fx.Node) -> dict[fx.Node, fx.Node]:
+        """For an operator whose results may all be written into the arguments that they update: result to argument.
+
+        Empty where that cannot be: an argument is read again, is not for writing, or is of another form.
+        """
+        operands = self.updatable(node)
+        if len({self.storage[operand] for operand in operands.values()}) < len(operands):
+            return {}
+        return operands if all(self._dies_at(node, operand) for operand in operands.values()) else {}
+
+    def updatable(self, node: fx.Node) -> dict[fx.Node, fx.Node]:
+        """As ``updated``, if the arguments died with ``node``."""
+        operands = updated_arguments(node)
+        results = {user.args[1]: user for user in node.users if ops.is_getitem(user)} if operands else {}
+        if len(results) != len(operands) or len(results) != len(node.users):
+            return {}
+        found = {results[position]: operand for position, operand in enumerate(operands)}
+        return found if all(self._takes(result, operand) for result, operand in found.items()) else {}
+
+    def _takes(self, result: fx.Node, operand: fx.Node) -> bool:
+        """Whether ``operand`` has the form of ``result`` and memory of its own."""
+        if operand not in self.storage or result not in self.storage:
+            return False
+        spec = self.program.spec(result)
+        return self.program.spec(operand) == spec and spec.nbytes == self.nbytes[self.storage[operand]]
+
+    def joined_results(self, node: fx.Node, updated: Mapping[fx.Node, fx.Node]) -> None:
+        """The results of ``node`` and all views of them live in the storages of the arguments that they update."""
+        for result, operand in updated.items():
+            old, new = self.storage[result], self.storage[operand]
+            moved = self.members.pop(old)
+            self.members[new].extend(moved)
+            self.storage.update(dict.fromkeys(moved, new))
+            self.last_use[new] = max(self.last_use.get(old, -1), self.position[node])
+            if old in self.kept:
+                self.kept.add(new)
 
     def _dies_at(self, node: fx.Node, operand: fx.Node) -> bool:
         number = self.storage[operand]

@@ -36,6 +36,7 @@ class Adam(Optimizer):
     amsgrad: bool = False
 
     decoupled: ClassVar[bool] = False
+    unsigned_state: ClassVar[frozenset[str]] = frozenset({"exp_avg_sq"})
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -52,7 +53,7 @@ class Adam(Optimizer):
     def state_names(self, options: Mapping[str, Any]) -> tuple[str, ...]:
         return ("exp_avg", "exp_avg_sq")
 
-    def structure(self, options: Mapping[str, Any]) -> _Structure:
+    def structure(self, options: Mapping[str, Any]) -> Any:
         return _Structure(options["weight_decay"] != 0)
 
     def numbers(self, options: Mapping[str, Any], *, step: float, first: bool) -> dict[str, float]:
@@ -66,7 +67,7 @@ class Adam(Optimizer):
             "step": float(step),
         }
 
-    def rule(self, emit: Emit, update: ParameterUpdate, structure: _Structure) -> UpdateResult:
+    def rule(self, emit: Emit, update: ParameterUpdate, structure: Any) -> UpdateResult:
         numbers, parameter, gradient = update.numbers, update.parameter, update.gradient
         if structure.decays and self.decoupled:
             decay = emit(operator.mul, numbers["lr"], numbers["weight_decay"])
@@ -90,15 +91,6 @@ class AdamW(Adam):
     weight_decay: float = 1e-2
 
     decoupled: ClassVar[bool] = True
-
-
-def refuse_complex(optimizer: Optimizer, name: str, parameter: torch.Tensor) -> None:
-    """Raise UnsupportedError for a complex parameter under Adam, whose squares are those of its real parts."""
-    if parameter.is_complex() and isinstance(optimizer, Adam):
-        raise UnsupportedError(
-            f"parameter {name!r} is complex; torch treats complex parameters as pairs of reals in "
-            f"{type(optimizer).__name__}, which is not supported: use SGD"
-        )
 
 
 def _correction_root(emit: Emit, numbers: Mapping[str, Number]) -> fx.Node:

@@ -7,9 +7,11 @@ from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Protocol
 
+import torch
 from torch import fx
 
 from graphopt.errors import UnsupportedError
+from graphopt.optim.state import PLAIN_FORMATS, ParameterFacts, StateChoice, checked_state
 
 Number = Any
 """A Python number while options are read, a graph node of one while the rule is written."""
@@ -23,12 +25,20 @@ class Emit(Protocol):
 
 @dataclass(frozen=True)
 class ParameterUpdate:
-    """What a rule gets for one parameter: its node, its gradient, its state by name, and the group's numbers."""
+    """What a rule gets for one parameter: its node, its gradient, its state by name, and the group's numbers.
+
+    A rule in ATen gets all in one dtype, the gradient scaled. A rule by blocks gets them as they are, with what the
+    gradient is still to be multiplied by: ``factor``, one float32 (None: nothing). ``seed``: of the parameter's random
+    numbers; ``rounds_stochastically``: whether the new parameter is rounded by chance.
+    """
 
     parameter: fx.Node
     gradient: fx.Node
     state: Mapping[str, fx.Node]
     numbers: Mapping[str, Number]
+    factor: fx.Node | None = None
+    seed: int = 0
+    rounds_stochastically: bool = False
 
 
 @dataclass(frozen=True)
@@ -50,15 +60,22 @@ class Optimizer(ABC):
     lr: float
     groups: tuple[Mapping[str, Any], ...] = ()
     maximize: bool = False
+    state: str = "parameter"
 
     counts_steps: ClassVar[bool] = True
     """Whether ``step`` is part of the state, as in torch's Adam."""
+    state_choices: ClassVar[tuple[str, ...]] = ("parameter", "fp32", "bf16")
+    """What ``state`` may be: as torch keeps it, in the parameter's dtype, or in another."""
+    unsigned_state: ClassVar[frozenset[str]] = frozenset()
+    """Names of state that is never negative."""
+    takes_complex: ClassVar[bool] = False
+    """Whether the rule is right for complex parameters too."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "groups", tuple(self.groups))
         if self.maximize:
             raise UnsupportedError("maximize=True is not supported: negate the loss instead")
-        self.check_options(self.options())
+        self._check(self.options())
         for group in self.groups:
             self._check_group(group)
 
@@ -71,7 +88,11 @@ class Optimizer(ABC):
         unknown = sorted(set(group) - set(options) - {"params", "name"})
         if "params" not in group or unknown:
             raise UnsupportedError(f"a group needs 'params' and options out of {sorted(options)}; came {sorted(group)}")
-        self.check_options({**options, **{key: value for key, value in group.items() if key in options}})
+        self._check({**options, **{key: value for key, value in group.items() if key in options}})
+
+    def _check(self, options: Mapping[str, Any]) -> None:
+        checked_state(options["state"], self.state_choices)
+        self.check_options(options)
 
     @abstractmethod
     def check_options(self, options: Mapping[str, Any]) -> None:
@@ -79,7 +100,13 @@ class Optimizer(ABC):
 
     @abstractmethod
     def state_names(self, options: Mapping[str, Any]) -> tuple[str, ...]:
-        """Names of the state tensors of a parameter under ``options``; each has the parameter's shape and dtype."""
+        """Names of the state tensors of a parameter under ``options``, each of the parameter's shape."""
+
+    def state_choice(self, options: Mapping[str, Any], facts: ParameterFacts) -> StateChoice:
+        """In which format the state of a parameter is kept, and why."""
+        state = str(options["state"])
+        reason = "as torch keeps it" if state == "parameter" else f"state={state!r}"
+        return StateChoice(PLAIN_FORMATS[state], reason)
 
     @abstractmethod
     def structure(self, options: Mapping[str, Any]) -> Hashable:
@@ -93,8 +120,23 @@ class Optimizer(ABC):
     def rule(self, emit: Emit, update: ParameterUpdate, structure: Any) -> UpdateResult:
         """Write the update of one parameter, operator for operator as ``torch.optim`` computes it."""
 
+    def block_rule(self, emit: Emit, update: ParameterUpdate, structure: Any) -> UpdateResult:
+        """Write the update of one parameter whose state is kept by blocks; optimizers without such state have none."""
+        raise UnsupportedError(f"{type(self).__name__} keeps no state by blocks")
 
-_NOT_OPTIONS = frozenset({"groups", "maximize", "amsgrad"})
+
+_NOT_OPTIONS = frozenset(
+    {"groups", "maximize", "amsgrad", "block", "map", "stochastic_state", "min_8bit_size", "embeddings"}
+)
+
+
+def refuse_complex(optimizer: Optimizer, name: str, parameter: torch.Tensor) -> None:
+    """Raise UnsupportedError for a complex parameter where torch treats it as a pair of reals (squares, signs)."""
+    if parameter.is_complex() and not optimizer.takes_complex:
+        raise UnsupportedError(
+            f"parameter {name!r} is complex; torch treats complex parameters as pairs of reals in "
+            f"{type(optimizer).__name__}, which is not supported: use SGD"
+        )
 
 
 def check_range(name: str, value: float, low: float, high: float = float("inf")) -> None:

@@ -36,6 +36,7 @@ class SGD(Optimizer):
     nesterov: bool = False
 
     counts_steps: ClassVar[bool] = False
+    takes_complex: ClassVar[bool] = True
 
     def check_options(self, options: Mapping[str, Any]) -> None:
         check_range("lr", options["lr"], 0.0)

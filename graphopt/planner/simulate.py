@@ -156,6 +156,8 @@ class _Simulation:
         reusable, last = self.graph.reusable, self.last_read
         members: dict[int, list[int]] = {}
         for k, i in enumerate(self.order.node):
+            if self.graph.updated[i]:
+                self._write_results(k, self.graph.updated[i], kept, members)
             if not reusable[i] or not self.order.arguments[k]:  # what comes back from host memory reads nothing
                 continue
             own = self.storage[k][0][1]
@@ -172,6 +174,31 @@ class _Simulation:
                 if own in kept:
                     kept.add(number)
                 break
+
+    def _write_results(
+        self, k: int, updated: tuple[tuple[int, int], ...], kept: set[int], members: dict[int, list[int]]
+    ) -> None:
+        """Entry ``k`` writes all its results into the arguments that they update, or none."""
+        own, last = dict(self.storage[k]), self.last_read
+        targets: dict[int, int] = {}  # number of the result to the number whose memory takes it
+        for s, operand in updated:
+            entry = next((a for a in self.order.arguments[k] if self.order.node[a] == operand), None)
+            if entry is None:
+                return
+            number = self._root(self.storage[entry][0][1])
+            if number in kept or last.get(number) != k:
+                return
+            targets[own[s]] = number
+        if len(set(targets.values())) < len(updated):
+            return
+        for result, number in targets.items():
+            moved = [result, *members.pop(result, [])]
+            members.setdefault(number, []).extend(moved)
+            for n in moved:
+                self.joined[n] = number
+            last[number] = max(last.get(result, -1), k)
+            if result in kept:
+                kept.add(number)
 
     def _root(self, number: int) -> int:
         return self.joined[number] if number >= 0 else number

@@ -25,11 +25,13 @@ class StepGraph:
     ``is_call[i]``; ``arguments[i]``: nodes that call i reads; ``held[i]``: storages that node i refers to; ``made[i]``:
     those that it allocates; ``maker[s]``: the node that allocates storage s; ``value[s]``: the node that stands for the
     storage's content; ``resident[s]``: whether it belongs to the caller. ``reusable[i]``: arguments whose memory call i
-    can write its result into, if they die there. ``overwritten``: resident storages that the step updates in place.
-    ``guarded``: resident storages that are written after the forward part, so that calls that run again read a copy.
-    ``returned``: nodes that leave the program; ``writes``: (value, target) of updates written as soon as possible.
-    ``first_late``: the first call of the backward part. ``repeatable[i]``: whether running call i again gives the same
-    and leaves no trace. ``seconds[i]``: what it costs by the cost model; ``workspace[i]``: bytes inside it.
+    can write its result into, if they die there. ``updated[i]``: (storage of a result, argument that it may be written
+    into), for calls that write all their results into arguments or none. ``overwritten``: resident storages that the
+    step updates in place. ``guarded``: resident storages that are written after the forward part, so that calls that
+    run again read a copy. ``returned``: nodes that leave the program; ``writes``: (value, target) of updates written as
+    soon as possible. ``first_late``: the first call of the backward part. ``repeatable[i]``: whether running call i
+    again gives the same and leaves no trace. ``seconds[i]``: what it costs by the cost model; ``workspace[i]``: bytes
+    inside it.
     """
 
     nodes: tuple[fx.Node, ...]
@@ -46,6 +48,7 @@ class StepGraph:
     returned: frozenset[int]
     writes: tuple[tuple[int, int], ...]
     reusable: tuple[tuple[int, ...], ...]
+    updated: tuple[tuple[tuple[int, int], ...], ...]
     repeatable: tuple[bool, ...]
     seconds: tuple[float, ...]
     workspace: tuple[int, ...]
@@ -97,6 +100,10 @@ def step_graph(program: Program, *, seconds: dict[fx.Node, float], workspace: Wo
         writes=_writes(program, storages.held, index),
         reusable=tuple(
             tuple(index[operand] for operand in operands.fitting(node) if has_in_place_form(node, operand))
+            for node in nodes
+        ),
+        updated=tuple(
+            tuple((storages.held[result][0], index[operand]) for result, operand in operands.updatable(node).items())
             for node in nodes
         ),
         repeatable=_repeatable(nodes, storages.held),

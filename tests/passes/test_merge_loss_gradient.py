@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from graphopt.build import bind_batch
 from graphopt.capture.differentiate import differentiate
 from graphopt.capture.export import OutputRequest, capture_program
-from graphopt.capture.update import UpdateBucket, UpdateRequest, append_update
+from graphopt.capture.update import UpdateRequest, append_update
+from graphopt.capture.update_bucket import make_bucket
 from graphopt.ir.liveness import plan_memory
 from graphopt.ir.program import Program, Stage
 from graphopt.ir.spec import OutputKind
@@ -43,9 +44,7 @@ def step_program(model: HeadModel) -> Program:
     joint = joint_program(model)
     names = tuple(output.name for _, output in joint.signature.outputs_of(OutputKind.GRAD))
     rule = SGD(lr=0.1)
-    options = rule.options()
-    numbers = tuple(rule.numbers(options, step=1, first=True))
-    bucket = UpdateBucket("0", names, rule.structure(options), numbers, rule.state_names(options))
+    bucket = make_bucket(rule, rule.options(), name="0", parameters=names)
     return append_update(joint, UpdateRequest(rule, (bucket,), clip=False))
 
 
@@ -115,9 +114,7 @@ def test_keeps_a_head_in_low_precision():
     captured = capture_program(model, bind_batch(model, batch), OutputRequest(("loss",)))
     joint = differentiate(FUSED.run(captured.program), roots=["loss"], wrt=["head.weight"])
     rule = SGD(lr=0.1)
-    options = rule.options()
-    numbers = tuple(rule.numbers(options, step=1, first=True))
-    bucket = UpdateBucket("0", ("head.weight",), rule.structure(options), numbers, rule.state_names(options))
+    bucket = make_bucket(rule, rule.options(), name="0", parameters=("head.weight",))
     program = append_update(joint, UpdateRequest(rule, (bucket,), clip=False))
 
     _, record = run_pass(MergeLossGradient(), program)

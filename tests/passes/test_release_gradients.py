@@ -11,7 +11,8 @@ from torch import nn
 import graphopt
 from graphopt import optim
 from graphopt.build import training_program
-from graphopt.capture.update import GRAD_NORM, UpdateBucket, UpdateRequest, append_window, window_update_program
+from graphopt.capture.update import GRAD_NORM, UpdateRequest, append_window, window_update_program
+from graphopt.capture.update_bucket import make_bucket
 from graphopt.execute.executable import build_executable
 from graphopt.ir import ops
 from graphopt.ir.decisions import Action
@@ -222,9 +223,7 @@ def _window_specs() -> dict[str, TensorSpec]:
 @pytest.mark.parametrize("clip", [True, False])
 def test_the_end_of_a_window_has_its_updates_one_by_one_already(clip):
     optimizer, specs = optim.AdamW(lr=0.1), _window_specs()
-    options = optimizer.options()
-    numbers = tuple(optimizer.numbers(options, step=1, first=True))
-    bucket = UpdateBucket("0", tuple(specs), optimizer.structure(options), numbers, optimizer.state_names(options))
+    bucket = make_bucket(optimizer, optimizer.options(), name="0", parameters=tuple(specs))
     program = window_update_program(specs, UpdateRequest(optimizer, (bucket,), clip=clip), divide=True)
     after, record = run_pass(ReleaseGradients(), program)
     assert record.changes == 0

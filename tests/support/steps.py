@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from graphopt.build import training_program
-from graphopt.capture.update import UpdateBucket, UpdateRequest, append_update
+from graphopt.capture.update import UpdateRequest, append_update
+from graphopt.capture.update_bucket import make_bucket
 from graphopt.execute.executable import Executable, build_executable
 from graphopt.ir.program import Program, Stage
 from graphopt.ir.spec import OutputKind
@@ -36,20 +37,19 @@ def two_layers() -> tuple[TwoLayers, dict[str, torch.Tensor]]:
     return TwoLayers(), {"x": torch.randn(8, 16), "target": torch.randn(8, 4)}
 
 
+def training_program_of(model: nn.Module, batch: Mapping[str, Any]) -> Program:
+    """The joint program of ``model`` after the joint passes, its loss alone asked for."""
+    return default_pipeline(Stage.JOINT).run(training_program(model, batch, outputs=["loss"]))
+
+
 def step_program(
     model: nn.Module, batch: Mapping[str, Any], *, optimizer: Optimizer | None = None, clip: bool = True
 ) -> Program:
     """Forward, backward, clipping (by default) and update (by default AdamW), before any step pass."""
     optimizer = optimizer or AdamW(lr=1e-3)
     joint = training_program(model, batch, outputs=["loss"])
-    options = optimizer.options()
-    bucket = UpdateBucket(
-        "0",
-        tuple(output.name for _, output in joint.signature.outputs_of(OutputKind.GRAD)),
-        optimizer.structure(options),
-        tuple(optimizer.numbers(options, step=1, first=True)),
-        optimizer.state_names(options),
-    )
+    names = tuple(output.name for _, output in joint.signature.outputs_of(OutputKind.GRAD))
+    bucket = make_bucket(optimizer, optimizer.options(), name="0", parameters=names)
     return append_update(joint, UpdateRequest(optimizer, (bucket,), clip=clip))
 
 
