@@ -267,3 +267,39 @@ def test_finite_gradients_whose_squares_overflow_are_no_overflow(decides, clip):
     step(gradient=torch.tensor([300.0, 400.0], dtype=torch.float16))
     assert step.last_update.grad_norm == 500.0
     assert narrow.w.tolist() == pytest.approx([-0.6 * clip, -0.8 * clip], rel=2**-10)
+
+
+# ---- with other parts of the update ----------------------------------------------------------------------------------
+
+
+@BOTH
+@pytest.mark.parametrize("clip", [None, 1.0])
+def test_an_overflow_leaves_codes_and_masters_as_they_were(decides, clip):
+    """State of 8 bits, whose operators skip by themselves where the factor is NaN, and float32 masters of float16."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 80), nn.Linear(80, 2)).half()
+    step = compiled(
+        model,
+        loss=lambda output, batch: output.float().square().mean(),
+        optimizer=optim.AdamW8bit(lr=1e-3),
+        precision="fp16",
+        clip_grad_norm=clip,
+        loss_scale=LossScale(init=2.0**10, decides=decides),
+    )
+    x = torch.randn(4, 64).half()
+    step(x)
+    assert step.last_update.skipped is None
+    before = everything(step)
+    assert any(value.dtype == torch.uint8 for value in before.values() if isinstance(value, torch.Tensor))
+    step(torch.full_like(x, float("inf")))
+    assert step.last_update.skipped and step.loss_scale == 2.0**9
+    assert same(before, everything(step))
+    step(x)
+    assert step.last_update.skipped is None and not same(before, everything(step))
+
+
+def test_computing_in_float16_scales_by_default():
+    step = compiled(Regression(), optimizer=optim.SGD(lr=0.1), precision="fp16")
+    assert step.loss_scale == 2.0**16
+    step(**regression_batches(1)[0])
+    assert step.last_update.loss_scale == 2.0**16
