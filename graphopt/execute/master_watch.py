@@ -1,7 +1,7 @@
 """Float32 masters of parameters that somebody else wrote into: a loaded checkpoint, an average, a hand.
 
-The update writes a parameter from its master, so a value that was put into the parameter between two steps would be
-lost without a word. Where a parameter was written since the last update, its elements that are no longer the rounded master
+The update writes a parameter from its master, so a value that was put into it between two steps would be lost
+without a word. Where a parameter was written since the last update, its elements that are no longer the rounded master
 become the master. Writes through ``parameter.data`` leave no trace and are not seen.
 """
 

@@ -13,7 +13,7 @@ from graphopt.capture.loss_weight import LossWeight
 from graphopt.capture.update import window_spec
 from graphopt.capture.update_bucket import UPDATE_NUMBER, UpdateBucket, make_bucket
 from graphopt.errors import StateError
-from graphopt.execute.loss_scaler import LossScaler, check_scaler_state
+from graphopt.execute.loss_scaler import LossScaler, check_scaler_state, device_of
 from graphopt.execute.master_watch import MasterWatch
 from graphopt.execute.state_keeper import StateKeeper
 from graphopt.ir.spec import TensorSpec
@@ -111,6 +111,8 @@ class TrainState:
                 self.facade.replace_parameter(old, parameter)
             self.known[name] = parameter
         self.masters.follow(self.known, self.facade.state)
+        if self.scaler is not None:
+            self.scaler.follow(device_of(parameters.values()))
 
     def buckets(self, names: tuple[str, ...]) -> tuple[UpdateBucket, ...]:
         """``names`` grouped by parameter group and step count, as the graph needs them."""
