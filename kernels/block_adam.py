@@ -33,9 +33,8 @@ from graphopt.kernels.block_update import (
     flat_items,
     is_skipped,
     rounded,
-    write_codes,
-    write_parameter,
 )
+from graphopt.kernels.block_writes import write_codes, write_parameter
 from graphopt.kernels.counter_random import random_bits, uniform
 from graphopt.kernels.exact_root import exact_root
 from graphopt.kernels.flat_tensors import Piece, pieces

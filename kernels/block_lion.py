@@ -30,9 +30,8 @@ from graphopt.kernels.block_update import (
     flat_items,
     is_skipped,
     rounded,
-    write_codes,
-    write_parameter,
 )
+from graphopt.kernels.block_writes import write_codes, write_parameter
 from graphopt.kernels.counter_random import random_bits
 from graphopt.kernels.flat_tensors import Piece, pieces
 

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from graphopt.kernels.block_maps import check_map
 from graphopt.kernels.counter_random import Key, key_of
-from graphopt.kernels.flat_tensors import Piece, check_block, flat, flat_like, has_layout_of, num_blocks
-from graphopt.kernels.round_weights import stochastic_bfloat16
+from graphopt.kernels.flat_tensors import check_block, flat, flat_like, has_layout_of, num_blocks
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -96,18 +95,6 @@ def rounded(*numbers: float) -> tuple[float, ...]:
     """``numbers`` as float32 holds them."""
     layout = f"{len(numbers)}f"
     return struct.unpack(layout, struct.pack(layout, *numbers))
-
-
-def write_parameter(target: Tensor, wide: Tensor, bits: Tensor | None) -> None:
-    """Writes f32 ``wide`` into a parameter of any dtype; ``bits`` i32 rounds stochastically where that is bfloat16."""
-    if bits is not None and target.dtype == torch.bfloat16:
-        wide = stochastic_bfloat16(wide, bits)
-    target.copy_(wide)
-
-
-def write_codes(piece: Piece, codes: Tensor, scales: Tensor, encoded: tuple[Tensor, Tensor]) -> None:
-    piece.rows(codes).copy_(encoded[0])
-    piece.of_blocks(scales).copy_(encoded[1])
 
 
 def _flat_item(item: BlockItem, options: BlockOptions, step: float) -> FlatItem:

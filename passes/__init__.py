@@ -25,6 +25,7 @@ from graphopt.passes.reuse_last_use import ReuseLastUse
 from graphopt.passes.scatter_embedding_gradient import ScatterEmbeddingGradient
 from graphopt.passes.scatter_loss_gradient import ScatterLossGradient
 from graphopt.passes.simplify_algebra import SimplifyAlgebra
+from graphopt.passes.skip_gradient_casts import SkipGradientCasts
 from graphopt.pipeline.pass_base import Pass
 
 BY_NAME: Mapping[str, type[Pass]] = {
@@ -49,5 +50,6 @@ BY_NAME: Mapping[str, type[Pass]] = {
     "scatter-embedding-gradient": ScatterEmbeddingGradient,
     "scatter-loss-gradient": ScatterLossGradient,
     "simplify-algebra": SimplifyAlgebra,
+    "skip-gradient-casts": SkipGradientCasts,
 }
 """Every pass by its name, in alphabetical order; a literal, so that an editable install finds what a wheel finds."""

@@ -26,6 +26,7 @@ from graphopt.passes.reuse_last_use import ReuseLastUse
 from graphopt.passes.scatter_embedding_gradient import ScatterEmbeddingGradient
 from graphopt.passes.scatter_loss_gradient import ScatterLossGradient
 from graphopt.passes.simplify_algebra import SimplifyAlgebra
+from graphopt.passes.skip_gradient_casts import SkipGradientCasts
 from graphopt.pipeline.pass_base import Pass
 from graphopt.pipeline.pipeline import Pipeline
 from graphopt.planner.decide import NO_REQUEST, MemoryRequest
@@ -78,6 +79,7 @@ def step_pipeline(memory: MemoryRequest = NO_REQUEST) -> Pipeline:
             Dedupe(),  # bias corrections and other numbers that parameters share
             DropDead(),  # their duplicates
             ScatterEmbeddingGradient(),  # behind the appended window too, which may be what rows are added to
+            SkipGradientCasts(),  # before updates move: they go with the gradient that they read
             # After merging, which would make one of two casts; before updates move, which wait for the last of them.
             RecastWeights(memory.budget, memory.reserved_bytes, memory.margin_bytes),
             ReleaseGradients(),  # before writing in place, which it makes possible where the gradient is

@@ -31,7 +31,7 @@ KERNELS: dict[str, tuple[Any, Any, Any, int]] = {
     "adam": (block_adam, block_adam_triton, adam_scalars, 2),
     "lion": (block_lion, block_lion_triton, lion_scalars, 1),
 }
-NUM_COUNTED = 16 * 1024
+NUM_COUNTED = 4 * 1024
 SIZES = (1, 7, 123, 255, 256, 257, 4095, 4097)
 FLOAT32, BFLOAT16, FLOAT16 = torch.float32, torch.bfloat16, torch.float16
 
