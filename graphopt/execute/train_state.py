@@ -10,14 +10,16 @@ from typing import Any
 import torch
 
 from graphopt.capture.loss_weight import LossWeight
-from graphopt.capture.update_bucket import MASTER, UPDATE_NUMBER, UpdateBucket, make_bucket
+from graphopt.capture.update import window_spec
+from graphopt.capture.update_bucket import UPDATE_NUMBER, UpdateBucket, make_bucket
 from graphopt.errors import StateError
-from graphopt.execute.loss_scaler import LossScaler, check_scaler_state
-from graphopt.execute.state_checks import check_state
-from graphopt.execute.state_choices import StateChoices
+from graphopt.execute.loss_scaler import LossScaler, check_scaler_state, device_of
+from graphopt.execute.master_watch import MasterWatch
+from graphopt.execute.state_keeper import StateKeeper
 from graphopt.ir.spec import TensorSpec
 from graphopt.optim.base import Optimizer, refuse_complex
-from graphopt.optim.facade import OptimizerFacade
+from graphopt.optim.facade import OptimizerFacade, check_optimizer
+from graphopt.optim.kept_state import MASTER, KeptState, copied_state, memory_order
 from graphopt.optim.state import StateChoice, Weights
 
 log = logging.getLogger(__name__)
@@ -58,17 +60,33 @@ class TrainState:
     """Optimizer state in ``facade.state`` (torch's own form), step counts, window, counters."""
 
     def __init__(
-        self, optimizer: Optimizer, parameters: Mapping[str, torch.nn.Parameter], *, weights: Weights = Weights.OWN
+        self,
+        optimizer: Optimizer,
+        parameters: Mapping[str, torch.nn.Parameter],
+        *,
+        weights: Weights = Weights.OWN,
+        aliases: Mapping[str, str] | None = None,
     ) -> None:
+        """``aliases``: other names of tied parameters, to the names that ``parameters`` has them under."""
         self.optimizer = optimizer
-        self.choices = StateChoices(optimizer, weights)
-        self.facade = OptimizerFacade(optimizer, parameters)
-        self.known = dict(parameters)
+        self.keeper = StateKeeper(optimizer, parameters, weights)
+        self.choices = self.keeper.choices
+        self.known = self.keeper.known
+        self.facade = OptimizerFacade(optimizer, parameters, self.keeper, aliases)
+        self.masters = MasterWatch()
         self.window = Window()
         self.scaler: LossScaler | None = None
-        self.updates = 0
         self.skipped = 0
         self.warned = False
+
+    @property
+    def updates(self) -> int:
+        """How many updates there were; what is rounded by chance draws from this number."""
+        return self.keeper.updates
+
+    @updates.setter
+    def updates(self, count: int) -> None:
+        self.keeper.updates = count
 
     def warn_unproven(self, weight: LossWeight) -> None:
         """Say once how the window counts where the graph of the loss does not prove that it equals the full batch."""
@@ -92,6 +110,9 @@ class TrainState:
             else:
                 self.facade.replace_parameter(old, parameter)
             self.known[name] = parameter
+        self.masters.follow(self.known, self.facade.state)
+        if self.scaler is not None:
+            self.scaler.follow(device_of(parameters.values()))
 
     def buckets(self, names: tuple[str, ...]) -> tuple[UpdateBucket, ...]:
         """``names`` grouped by parameter group and step count, as the graph needs them."""
@@ -121,9 +142,11 @@ class TrainState:
 
     def choice(self, name: str) -> StateChoice:
         """In which format the state of parameter ``name`` is kept, and why."""
-        parameter = self.known[name]
-        options = self.facade.param_groups[self.facade.group_of(parameter)]
-        return self.choices.choice(name, parameter, options)
+        return self.kept(name).choice
+
+    def kept(self, name: str) -> KeptState:
+        """How the state of parameter ``name`` is kept."""
+        return self.keeper.kept(name, self.facade.param_groups[self.facade.group_of(self.known[name])])
 
     def numbers(self, buckets: tuple[UpdateBucket, ...]) -> dict[str, float]:
         """The numbers of this update by the names the graph knows: ``lr.0``, ``step.0``, ..."""
@@ -157,6 +180,7 @@ class TrainState:
                 state["step"] += 1
             elif "momentum_buffer" in state:
                 state["updated"] = True
+        self.masters.updated(names, self.known)
         self.updates += 1
         self.facade._opt_called = True
 
@@ -175,6 +199,7 @@ class TrainState:
             "version": FORMAT_VERSION,
             "optimizer": type(self.optimizer).__name__,
             "state": {name: dict(self.facade.state[p]) for name, p in self.known.items() if p in self.facade.state},
+            "formats": self.facade.formats(),
             "groups": [self._group_dict(group) for group in self.facade.param_groups],
             "window": {
                 "gradients": {name: self.window.gradients[name] for name in self.window.touched},
@@ -195,11 +220,11 @@ class TrainState:
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Restore what ``state_dict`` gave. Everything is checked before anything is changed."""
-        self._check(saved)
+        for name, (options, kept) in self._check(saved).items():
+            self.keeper.settle(name, options, kept)
         self.facade.state.clear()
         for name, values in saved["state"].items():
-            parameter = self.known[name]
-            self.facade.state[parameter] = {key: _copied(value, parameter) for key, value in values.items()}
+            self.facade.state[self.known[name]] = copied_state(values, self.known[name])
         for group, options in zip(self.facade.param_groups, saved["groups"], strict=True):
             group.update({key: _restored(value) for key, value in options.items() if key != "params"})
             group["params"] = [self.known[name] for name in options["params"]]
@@ -221,40 +246,47 @@ class TrainState:
         self.window.micro_batches = int(window["micro_batches"])
         self.window.divides = bool(window["divides"])
 
-    def _check(self, saved: Mapping[str, Any]) -> None:
+    def _check(self, saved: Mapping[str, Any]) -> dict[str, tuple[Mapping[str, Any], KeptState]]:
+        """The options and the kept state of each parameter that has a saved state."""
         expected = {"version", "optimizer", "state", "groups", "window", "counters", "random"}
-        if not isinstance(saved, Mapping) or set(saved) - {"loss_scale"} != expected:
+        if not isinstance(saved, Mapping) or set(saved) - {"formats", "loss_scale"} != expected:
             raise StateError(f"expected a state dict of a compiled step with {sorted(expected)}, came {_keys(saved)}")
         if saved["version"] != FORMAT_VERSION:
             raise StateError(f"the state has format version {saved['version']}, this graphopt reads {FORMAT_VERSION}")
-        if saved["optimizer"] != type(self.optimizer).__name__:
-            raise StateError(
-                f"the state belongs to {saved['optimizer']}, but the step was compiled with "
-                f"{type(self.optimizer).__name__}"
-            )
+        check_optimizer(saved["optimizer"], self.optimizer)
         if len(saved["groups"]) != len(self.facade.param_groups):
             raise StateError(
                 f"the state has {len(saved['groups'])} parameter groups, the step {len(self.facade.param_groups)}"
             )
+        options = {name: group for group in saved["groups"] for name in group["params"]}
         named = [name for group in saved["groups"] for name in group["params"]]
         if sorted(named) != sorted(self.known):
             missing, unknown = sorted(set(self.known) - set(named)), sorted(set(named) - set(self.known))
             raise StateError(f"parameters do not match the model: missing {missing}, unknown {unknown}")
-        for name, values in saved["state"].items():
-            self._check_state(name, values)
+        gradients = saved["window"]["gradients"]
+        stray = sorted({*saved["state"], *gradients} - set(options))
+        if stray:
+            raise StateError(f"the state holds {stray}, which the model does not have")
+        for name, gradient in gradients.items():
+            _refuse_other_spec("window gradient", name, gradient, window_spec(TensorSpec.of(self.known[name])))
         check_scaler_state(saved, self.scaler)
-
-    def _check_state(self, name: str, values: Mapping[str, Any]) -> None:
-        parameter = self.known.get(name)
-        if parameter is None:
-            raise StateError(f"the state holds {name!r}, which the model does not have")
-        check_state(name, values, TensorSpec.of(parameter), self.optimizer)
+        formats = saved.get("formats", {})
+        return {
+            name: (options[name], self.keeper.check(name, options[name], values, formats.get(name)))
+            for name, values in saved["state"].items()
+            if values
+        }
 
 
 def _refuse_other_spec(what: str, name: str, tensor: torch.Tensor, spec: TensorSpec) -> None:
-    """Raise StateError for a tensor that does not fit the parameter any more (the model was cast after a step)."""
+    """Raise StateError for a tensor that does not fit the parameter any more (the model was cast after a step).
+
+    Of codes the order in memory counts too: their blocks follow it.
+    """
     if tensor.dtype == spec.dtype and tuple(tensor.shape) == tuple(spec.shape):
-        return
+        lies_alike = tensor.stride() == spec.stride or spec.dtype not in (torch.int8, torch.uint8)
+        if lies_alike or memory_order(TensorSpec.of(tensor)) == memory_order(spec):
+            return
     raise StateError(
         f"{what} of {name!r} is {TensorSpec.of(tensor)}, the parameter now needs {spec}: cast the state as the "
         "parameter was, or compile a new step"
@@ -268,15 +300,6 @@ def zeros(spec: TensorSpec) -> torch.Tensor:
 
 def _keys(value: object) -> object:
     return sorted(map(str, value)) if isinstance(value, Mapping) else type(value).__name__
-
-
-def _copied(value: Any, parameter: torch.Tensor) -> Any:
-    """A tensor as it was, in the parameter's memory layout and on its device; step counts stay where they are."""
-    if not isinstance(value, torch.Tensor):
-        return value
-    if value.shape != parameter.shape:
-        return value.clone() if value.dim() == 0 else value.to(parameter.device, copy=True)
-    return torch.empty_like(parameter, dtype=value.dtype, requires_grad=False).copy_(value)
 
 
 def _restored(value: Any) -> Any:
