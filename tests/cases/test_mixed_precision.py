@@ -177,6 +177,14 @@ def test_recomputing_changes_no_bit(compute, keep):
 
 
 @pytest.mark.parametrize("compute", COMPUTE)
+def test_the_predicted_peak_is_the_measured_one(compute):
+    step = compiled(Layers(), compute)
+    step(torch.randn(64, 16))
+    report = step.report(measure=True)
+    assert report.measured_peak_bytes == report.predicted_peak_bytes
+
+
+@pytest.mark.parametrize("compute", COMPUTE)
 def test_the_users_own_autocast_does_not_conflict(compute):
     class Inside(Layers):
         def forward(self, x):
