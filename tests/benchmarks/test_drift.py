@@ -50,7 +50,7 @@ def test_gaps_are_between_runs_of_one_seed() -> None:
 
 def test_checks_see_a_loss_beyond_the_spread_and_one_worse_than_the_dynamic_map() -> None:
     good = drift_checks(finals(wide=(2.0, 3.0), own=(2.1, 3.0), tree=(2.1, 3.1)))
-    bad = drift_checks(finals(wide=(2.0, 3.0), own=(3.1, 4.2), tree=(2.1, 3.1)))
+    bad = drift_checks(finals(wide=(2.0, 3.0), own=(3.1, 4.2), tree=(2.0, 3.2)))
     assert [check.is_met for check in good] == [True, True]
     assert [check.is_met for check in bad] == [False, False]
 
