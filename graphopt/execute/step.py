@@ -181,6 +181,7 @@ class TrainStep:
                 with self._commit():
                     run_segment(executable.segments[-1], inputs, carried, outputs)
                     write_back(executable, inputs, outputs)
+                    self.state.paging.settle()
                     self.state.advance(part.reached)
                 self.last_update = update_info(self._loss(part, program, outputs), norm)
         return rebuild(part.captured.structure, user_outputs(program, outputs))
@@ -222,6 +223,7 @@ class TrainStep:
         state_bytes = sum(
             bucket.state_bytes(TensorSpec.of(view.parameters[name]))
             for bucket in self.state.buckets(part.reached)
+            if not bucket.is_paged
             for name in bucket.parameters
         )
         return self.builder.micro_step(part, reserved_bytes=state_bytes)
@@ -255,6 +257,7 @@ class TrainStep:
             with self._commit():
                 run_segment(executable.segments[-1], inputs, carried, outputs)
                 window.clear()
+                self.state.paging.settle()
                 self.state.advance(names)
         self.last_update = UpdateInfo(loss, norm, micro_batches, weight)
 
@@ -376,9 +379,10 @@ class TrainStep:
         return self.last_executable
 
     def _notes(self) -> tuple[str, ...]:
+        paging = self.state.paging.notes()
         if not self.accumulates:
-            return ()
-        return tuple(f"accumulation: {part[0].weight.reason}" for part in self.parts.built.values())
+            return paging
+        return paging + tuple(f"accumulation: {part[0].weight.reason}" for part in self.parts.built.values())
 
 
 def _grad_norm(program: Program, outputs: Sequence[Any]) -> float | None:

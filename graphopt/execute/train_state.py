@@ -10,8 +10,11 @@ from typing import Any
 import torch
 
 from graphopt.capture.loss_weight import LossWeight
+from graphopt.capture.page_layout import PageLayout
+from graphopt.capture.range_update import PAGES, pages_layout
 from graphopt.capture.update_bucket import MASTER, UPDATE_NUMBER, UpdateBucket, make_bucket
 from graphopt.errors import StateError
+from graphopt.execute.paging.store import PageStore
 from graphopt.execute.state_checks import check_state
 from graphopt.execute.state_choices import StateChoices
 from graphopt.ir.spec import TensorSpec
@@ -62,6 +65,8 @@ class TrainState:
         self.optimizer = optimizer
         self.choices = StateChoices(optimizer, weights)
         self.facade = OptimizerFacade(optimizer, parameters)
+        self.paging = PageStore(optimizer)
+        self.layouts: dict[str, PageLayout] = {}
         self.known = dict(parameters)
         self.window = Window()
         self.updates = 0
@@ -93,6 +98,7 @@ class TrainState:
 
     def buckets(self, names: tuple[str, ...]) -> tuple[UpdateBucket, ...]:
         """``names`` grouped by parameter group and step count, as the graph needs them."""
+        self._decide_paging()
         members: dict[tuple[Any, ...], list[str]] = {}
         groups = {id(p): i for i, group in enumerate(self.facade.param_groups) for p in group["params"]}
         for name in names:
@@ -104,8 +110,9 @@ class TrainState:
             options = self.facade.param_groups[group]
             kept = self.choices.choice(name, parameter, options).format
             weights = self.choices.weights(name, parameter)
-            members.setdefault((group, self._count(parameter), kept, weights), []).append(name)
-        return tuple(
+            key = (group, self._count(parameter), kept, weights, self.paging.is_paged(name))
+            members.setdefault(key, []).append(name)
+        buckets = tuple(
             make_bucket(
                 self.optimizer,
                 self.facade.param_groups[group],
@@ -113,9 +120,26 @@ class TrainState:
                 parameters=tuple(inside),
                 state_format=kept,
                 weights=weights,
+                is_paged=is_paged,
             )
-            for position, ((group, _, kept, weights), inside) in enumerate(members.items())
+            for position, ((group, _, kept, weights, is_paged), inside) in enumerate(members.items())
         )
+        for bucket in buckets:
+            if bucket.is_paged:
+                specs = {name: TensorSpec.of(self.known[name]) for name in bucket.parameters}
+                self.layouts.update({name: pages_layout(bucket, spec) for name, spec in specs.items()})
+        return buckets
+
+    def _decide_paging(self) -> None:
+        """Decide for all trainable parameters at once which of them keep their state in ordinary memory."""
+        trained = {name: parameter for name, parameter in self.known.items() if parameter.requires_grad}
+        sizes = {}
+        for name in self.paging.undecided(trained):
+            parameter, options = trained[name], self.facade.param_groups[self.facade.group_of(trained[name])]
+            kept, weights = self.choice(name).format, self.choices.weights(name, parameter)
+            one = {"name": "", "parameters": (name,), "state_format": kept, "weights": weights}
+            sizes[name] = make_bucket(self.optimizer, options, **one).state_bytes(TensorSpec.of(parameter))
+        self.paging.decide(sizes, trained)
 
     def choice(self, name: str) -> StateChoice:
         """In which format the state of parameter ``name`` is kept, and why."""
@@ -138,14 +162,30 @@ class TrainState:
     def tensor(self, state_name: str, name: str, spec: TensorSpec) -> torch.Tensor:
         """State ``state_name`` of parameter ``name``; at first zeros, or for a master copy the parameter."""
         state = self.facade.state[self.known[name]]
+        if self.optimizer.counts_steps and "step" not in state:
+            state["step"] = torch.tensor(0.0)
+        if state_name == PAGES:
+            return self._pages(name, state)
         if state_name not in state:
-            if self.optimizer.counts_steps and "step" not in state:
-                state["step"] = torch.tensor(0.0)
-            state[state_name] = zeros(spec)
-            if state_name == MASTER:
-                state[state_name].copy_(self.known[name].detach())
+            state[state_name] = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=spec.device)
+            self._fill(name, state_name, state[state_name])
         _refuse_other_spec(f"state {state_name}", name, state[state_name], spec)
         return state[state_name]  # type: ignore[no-any-return]
+
+    def _fill(self, name: str, state_name: str, tensor: torch.Tensor) -> None:
+        """What a state tensor holds before the first update."""
+        if state_name == MASTER:
+            tensor.copy_(self.known[name].detach())
+        else:
+            tensor.zero_()
+
+    def _pages(self, name: str, state: dict[str, Any]) -> torch.Tensor:
+        """The pages of ``name``, with all that ``state`` holds of it in them."""
+        parameter, layout = self.known[name], self.layouts[name]
+        for slot in layout.slots:
+            if slot.name in state:
+                _refuse_other_spec(f"state {slot.name}", name, state[slot.name], slot.spec(TensorSpec.of(parameter)))
+        return self.paging.page_in(name, layout, parameter, state, lambda slot, tensor: self._fill(name, slot, tensor))
 
     def advance(self, names: tuple[str, ...]) -> None:
         """Count an update of ``names``."""

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from graphopt.ir import transfer_ops
+from graphopt.operators import paged_update
 
 aten = torch.ops.aten
 
@@ -81,6 +82,9 @@ UNINITIALISED = frozenset(
 TRANSFERS = frozenset(
     {transfer_ops.OFFLOAD, transfer_ops.OFFLOADED, transfer_ops.PREFETCH, transfer_ops.ARRIVED},
 )
+
+# The state of a parameter is updated where it lies, range by range.
+PAGED_UPDATES = frozenset({paged_update.PAGED_UPDATE, paged_update.PAGED_UPDATE_})
 
 MATMULS = frozenset(
     {

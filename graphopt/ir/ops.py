@@ -128,6 +128,11 @@ def is_transfer(node: fx.Node) -> bool:
     return overload(node) in tables.TRANSFERS
 
 
+def is_paged_update(node: fx.Node) -> bool:
+    """Whether ``node`` updates a parameter whose state lies in far memory."""
+    return overload(node) in tables.PAGED_UPDATES
+
+
 def is_factory(node: fx.Node) -> bool:
     """Whether ``node`` makes a tensor from sizes and numbers alone (``zeros``, ``arange``, ...)."""
     return overload(node) in tables.FACTORIES

@@ -117,7 +117,7 @@ class _BlockAdam(_BlockOptions, Adam):
             structure.stochastic,
             update.rounds_stochastically,
             update.seed,
-            0,
+            update.offset,
         )
         return _unpacked(emit, results, names)
 
@@ -156,7 +156,7 @@ class Lion8bit(_BlockOptions, Lion):
             _DECOUPLED,
             update.rounds_stochastically,
             update.seed,
-            0,
+            update.offset,
         )
         return _unpacked(emit, results, names)
 
