@@ -4,6 +4,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+# A process for each core, each with one thread (tests/conftest.py); a worker that is done takes over tests of others.
+SPREAD := -n auto --maxprocesses 8 --dist worksteal
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-slow lint types check clean
@@ -23,10 +25,10 @@ $(READY): pyproject.toml constraints.txt
 demo: $(READY)  ## Train a small language model on real text with the whole recipe.
 	$(BIN)/graphopt demo
 
-test: $(READY)  ## The tests, without the slow ones.
-	$(BIN)/python -m pytest
+test: $(READY)  ## The tests, without the slow ones, in a process for each core.
+	$(BIN)/python -m pytest $(SPREAD)
 
-test-slow: $(READY)  ## The slow tests.
+test-slow: $(READY)  ## The slow tests, one after the other: some of them measure time.
 	$(BIN)/python -m pytest -m slow
 
 lint: $(READY)  ## Style.

@@ -72,7 +72,7 @@ def acceptance_table(suites: Sequence[FrontierRows], *, layout: box.Box = box.HE
     for rows in suites:
         model = rows[0].subject.model
         for check in checks(model, [row.figures for row in rows]):
-            table.add_row(model, check.against, check.what, *_check_cells(check), check.note)
+            table.add_row(model, check.against, check.what, *check_cells(check), check.note)
     return table
 
 
@@ -119,7 +119,7 @@ def _peak(point: FrontierFigures) -> int:
     return point.peak_bytes or 0
 
 
-def _check_cells(check: Check) -> tuple[str, ...]:
+def check_cells(check: Check) -> tuple[str, ...]:
     return (ratio_cell(check.figure, 1.0), f"{check.bound:.2f}", "yes" if check.is_met else "no")
 
 

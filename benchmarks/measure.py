@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from benchmarks.models import Batch
 from benchmarks.peers import Contender
@@ -32,15 +33,20 @@ class StepMemory:
 
 def measure_step(contender: Contender, model: nn.Module, batch: Batch) -> StepMemory:
     """The StepMemory of ``contender`` after its warm-up steps."""
+    peak_bytes, first_step_seconds = measure_peak(contender)
+    resting = (*model_tensors(model, batch), *optimizer_tensors(contender.optimizer))
+    return StepMemory(peak_bytes, storage_bytes(resting), first_step_seconds)
+
+
+def measure_peak(contender: Contender) -> tuple[int, float]:
+    """The peak of a step after the warm-up steps, above the level before it, and the seconds of the first step."""
     started = time.perf_counter()
     contender.step()
     first_step_seconds = time.perf_counter() - started
     for _ in range(WARM_UP_STEPS - 1):
         contender.step()
     gc.collect()
-    peak_bytes = measure_memory(contender.step).peak_bytes
-    resting = (*model_tensors(model, batch), *optimizer_tensors(contender.optimizer))
-    return StepMemory(peak_bytes, storage_bytes(resting), first_step_seconds)
+    return measure_memory(contender.step).peak_bytes, first_step_seconds
 
 
 def model_tensors(model: nn.Module, batch: Batch) -> Iterator[torch.Tensor]:
@@ -51,9 +57,19 @@ def model_tensors(model: nn.Module, batch: Batch) -> Iterator[torch.Tensor]:
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
-    """The tensors of the optimizer's state."""
+    """The tensors of the optimizer's state; of those that are made of others, such as codes with scales, the parts."""
     for state in optimizer.state.values():
-        yield from (value for value in state.values() if isinstance(value, torch.Tensor))
+        for value in state.values():
+            yield from plain_tensors(value)
+
+
+def plain_tensors(value: Any) -> Iterator[torch.Tensor]:
+    """``value`` if it is a tensor with memory of its own, or the tensors that it wraps; nothing if it is no tensor."""
+    if is_traceable_wrapper_subclass(value):
+        for name in value.__tensor_flatten__()[0]:
+            yield from plain_tensors(getattr(value, name))
+    elif isinstance(value, torch.Tensor):
+        yield value
 
 
 def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:

@@ -41,10 +41,18 @@ def torch_compile_contender(model: nn.Module, batch: Batch) -> Contender:
     return torch_contender(TORCH_COMPILE, torch.compile(model), model, batch)
 
 
-def graphopt_step(model: nn.Module, outputs: Sequence[str], *, backend: str = "aten", **options: Any) -> TrainStep:
-    """``graphopt.compile`` with the same optimizer, ``options`` and its defaults; compiles at the first step."""
-    optimizer = graphopt.optim.AdamW()
-    step: TrainStep = graphopt.compile(model, outputs=outputs, optimizer=optimizer, backend=backend, **options)
+def graphopt_step(
+    model: nn.Module,
+    outputs: Sequence[str],
+    *,
+    backend: str = "aten",
+    optimizer: graphopt.optim.Optimizer | None = None,
+    **options: Any,
+) -> TrainStep:
+    """``graphopt.compile`` with ``options`` and its defaults, which compiles at the first step; ``optimizer`` None: the
+    same as eager's."""
+    chosen = optimizer or graphopt.optim.AdamW()
+    step: TrainStep = graphopt.compile(model, outputs=outputs, optimizer=chosen, backend=backend, **options)
     return step
 
 
@@ -53,9 +61,17 @@ def train_step_contender(step: TrainStep, batch: Batch) -> Contender:
     return Contender(GRAPHOPT, lambda: step(**batch), step.optimizer)
 
 
-def torch_contender(name: str, forward: Callable[..., Any], model: nn.Module, batch: Batch) -> Contender:
-    """The training loop that people write, around ``forward``, which trains the parameters of ``model``."""
-    optimizer = torch.optim.AdamW(model.parameters())
+def torch_contender(
+    name: str,
+    forward: Callable[..., Any],
+    model: nn.Module,
+    batch: Batch,
+    *,
+    optimizer: torch.optim.Optimizer | None = None,
+) -> Contender:
+    """The training loop that people write, around ``forward``, which trains the parameters of ``model``; ``optimizer``
+    None: torch.optim.AdamW at its defaults."""
+    optimizer = optimizer or torch.optim.AdamW(model.parameters())
 
     def step() -> Any:
         # ``out`` is a local name up to the end, as in the loops people write: its tensors live through the backward.

@@ -3,14 +3,18 @@
 from graphopt import checkpoint, errors, optim, passes
 from graphopt.api import capture, compile, optimize
 from graphopt.capture.differentiate import differentiate
+from graphopt.loss_scale import LossScale
 from graphopt.options import Accumulate
 from graphopt.pipeline.pipeline import Pipeline
+from graphopt.precision import Precision
 from graphopt.train.saving import load_checkpoint, load_model, save_checkpoint, save_model
 from graphopt.version import __version__
 
 __all__ = [
     "Accumulate",
+    "LossScale",
     "Pipeline",
+    "Precision",
     "__version__",
     "capture",
     "checkpoint",

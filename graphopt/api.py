@@ -18,12 +18,14 @@ from graphopt.execute.module import CompiledModule
 from graphopt.execute.step import TrainStep
 from graphopt.ir.program import Program, Stage
 from graphopt.ir.spec import OutputKind
+from graphopt.loss_scale import LossScale, loss_scale_of
 from graphopt.optim.base import Optimizer
-from graphopt.options import DEFAULT_MAX_SIGNATURES, Accumulate, CompileOptions, refuse_later_options
+from graphopt.options import DEFAULT_MAX_SIGNATURES, Accumulate, CompileOptions
 from graphopt.pipeline.default import default_pipeline
 from graphopt.pipeline.pass_base import Pass
 from graphopt.pipeline.pipeline import Pipeline, Verify
 from graphopt.planner.decide import MemoryRequest, check_budget
+from graphopt.precision import Precision, precision_of
 
 DUMP_VARIABLE = "GRAPHOPT_DUMP"
 
@@ -38,7 +40,8 @@ def compile(
     optimizer: Optimizer | None = None,
     accumulate: int | Accumulate = 1,
     clip_grad_norm: float | None = None,
-    precision: str = "fp32",
+    precision: str | Precision = "fp32",
+    loss_scale: str | float | LossScale | None = "auto",
     checkpoint: Any = None,
     memory: Any = None,
     backend: str = "auto",
@@ -53,6 +56,10 @@ def compile(
     ``outputs``: names of what is required (None: every tensor the model returns); everything else may be removed.
     ``loss``: the name of the loss among the outputs (default "loss"), or ``function(outputs, batch)`` that computes it.
     ``accumulate``: micro-batches per update, or an ``Accumulate``. ``clip_grad_norm``: largest global gradient norm.
+    ``precision``: "fp32", "bf16", "fp16" or a ``graphopt.Precision``: what matrix products, and what lies between them,
+    are computed in; parameters and outputs keep their dtypes.
+    ``loss_scale``: "dynamic", a number or a ``LossScale``: what the loss is multiplied by before backward, which the
+    update undoes; None for nothing; "auto" is "dynamic" where ``precision`` computes in float16 and None elsewhere.
     ``checkpoint``: a policy such as ``graphopt.checkpoint.SqrtN()`` (several in a list), which says what the backward
     part computes again or brings back from host memory. ``memory``: the most bytes that the whole step may take,
     parameters, state and all, as a number, text such as "6GiB", or a ``Fraction`` of what it takes without; the planner
@@ -65,13 +72,9 @@ def compile(
 
     Compiling happens at the first batch. Raises UnsupportedError for options that this version does not have.
     """
-    refuse_later_options(precision=(precision, "fp32"))
+    requested = precision_of(precision)
     policy, budget = policy_of(checkpoint), check_budget(memory)
-    if optimizer is not None and not isinstance(optimizer, Optimizer):
-        raise UnsupportedError(
-            f"optimizer expects a graphopt.optim value such as graphopt.optim.AdamW(lr=1e-4), came "
-            f"{type(optimizer).__name__}; a torch optimizer works with the compiled module: leave optimizer out"
-        )
+    _refuse_other_optimizer(optimizer)
     folder = dump if dump is not None else os.environ.get(DUMP_VARIABLE) or None
     options = CompileOptions(
         outputs=_names(outputs),
@@ -82,11 +85,13 @@ def compile(
         backend=backend,
         dump=_writable(folder),
         verify=Verify(verify),
-        passes=None if passes is None else _extended(passes, MemoryRequest(policy, budget)),
+        passes=None if passes is None else _extended(passes, MemoryRequest(policy, budget), requested),
         max_signatures=max_signatures,
         checkpoint=policy,
         memory=budget,
         release_gradients=release_gradients,
+        loss_scale=_loss_scale(loss_scale, requested, optimizer),
+        precision=requested,
     )
     builder = Builder(as_module(model), options)
     return CompiledModule(builder) if optimizer is None else TrainStep(builder)
@@ -139,6 +144,25 @@ def _with_outputs(program: Program, outputs: Sequence[str]) -> Program:
     return narrowed
 
 
+def _refuse_other_optimizer(optimizer: Any) -> None:
+    if optimizer is not None and not isinstance(optimizer, Optimizer):
+        raise UnsupportedError(
+            f"optimizer expects a graphopt.optim value such as graphopt.optim.AdamW(lr=1e-4), came "
+            f"{type(optimizer).__name__}; a torch optimizer works with the compiled module: leave optimizer out"
+        )
+
+
+def _loss_scale(value: Any, precision: Any, optimizer: Optimizer | None) -> LossScale | None:
+    if optimizer is not None:
+        return loss_scale_of(value, precision=precision)
+    if value not in ("auto", None):
+        raise UnsupportedError(
+            f"loss_scale={value!r} is undone in the update and needs optimizer=; without it, scale the loss before "
+            "backward() and unscale with torch.amp.GradScaler"
+        )
+    return None
+
+
 def _names(outputs: Sequence[str] | None) -> tuple[str, ...] | None:
     if isinstance(outputs, str):
         raise OutputError(f"outputs expects a list of names, came the string {outputs!r}: write outputs=[{outputs!r}]")
@@ -155,13 +179,13 @@ def _as_pipeline(passes: Passes) -> Pipeline:
     return passes if isinstance(passes, Pipeline) else Pipeline(tuple(passes))
 
 
-def _extended(passes: Passes, memory: MemoryRequest) -> tuple[Pipeline, Pipeline, Pipeline]:
+def _extended(passes: Passes, memory: MemoryRequest, precision: Precision) -> tuple[Pipeline, Pipeline, Pipeline]:
     """The default pipelines of forward, joint and step, with ``passes`` added behind those of their stage."""
     added = _as_pipeline(passes).passes
     result = []
     for stage in (Stage.FORWARD, Stage.JOINT, Stage.STEP):
         own = [item for item in added if item.stage == stage or (item.stage == Stage.ANY and stage is Stage.JOINT)]
-        default = list(default_pipeline(stage, memory).passes)
+        default = list(default_pipeline(stage, memory, precision).passes)
         # Behind the functional passes, before the one that writes in place.
         tail = [item for item in default if item.in_place]
         result.append(Pipeline((*(item for item in default if not item.in_place), *own, *tail)))

@@ -79,7 +79,7 @@ class Builder:
         """The passes of a stage: the default ones unless options name others."""
         if self.options.passes is None:
             request = MemoryRequest(self.options.checkpoint, self.options.memory, reserved_bytes, margin_bytes)
-            pipeline = default_pipeline(stage, request)
+            pipeline = default_pipeline(stage, request, self.options.precision)
         else:
             given = self.options.passes[(Stage.FORWARD, Stage.JOINT, Stage.STEP).index(stage)]
             pipeline = with_less_room(given, reserved_bytes=reserved_bytes, margin_bytes=margin_bytes)

@@ -9,9 +9,11 @@ from typing import Any, Literal
 
 from graphopt.checkpoint import Policy
 from graphopt.errors import UnsupportedError
+from graphopt.loss_scale import LossScale
 from graphopt.optim.base import Optimizer
 from graphopt.pipeline.pipeline import Pipeline, Verify
 from graphopt.planner.decide import Budget
+from graphopt.precision import FULL, Precision
 
 Reduction = Literal["auto", "mean", "sum"]
 DEFAULT_MAX_SIGNATURES = 8
@@ -54,6 +56,8 @@ class CompileOptions:
     checkpoint: Policy | None = None
     memory: Budget | None = None
     release_gradients: bool = True
+    loss_scale: LossScale | None = None
+    precision: Precision = FULL
 
     def __post_init__(self) -> None:
         if self.backend not in ("aten", "inductor", "auto"):
@@ -67,10 +71,3 @@ class CompileOptions:
                 "accumulate and clip_grad_norm are part of the update and need optimizer=; without it, accumulate by "
                 "calling backward() several times and clip with torch.nn.utils.clip_grad_norm_"
             )
-
-
-def refuse_later_options(**options: Any) -> None:
-    """Raise UnsupportedError for options whose passes are not part of this version, unless left at their default."""
-    for name, (value, default) in options.items():
-        if value != default:
-            raise UnsupportedError(f"{name}={value!r} is not part of this version; leave it at {default!r}")

@@ -24,9 +24,11 @@ from math import sqrt
 import torch
 from torch import Tensor
 
+from graphopt.kernels import cpu_calls
 from graphopt.kernels.block_maps import decode_signed, decode_unsigned, encode_signed, encode_unsigned
 from graphopt.kernels.block_update import BlockItem, BlockOptions, FlatItem, flat_items, is_skipped
 from graphopt.kernels.counter_random import random_bits, uniform
+from graphopt.kernels.exact_root import exact_root
 from graphopt.kernels.flat_tensors import Piece, pieces
 from graphopt.kernels.round_weights import stochastic_bfloat16
 
@@ -74,7 +76,13 @@ def reference_(
     """The update in plain torch, in place; ``items`` have two moments. Temporaries are of a bounded size."""
     if is_skipped(factor):
         return
-    for item in flat_items(items, options, step):
+    _update_in_torch(flat_items(items, options, step), scalars, options, factor)
+
+
+def _update_in_torch(
+    items: Sequence[FlatItem], scalars: AdamScalars, options: BlockOptions, factor: Tensor | None
+) -> None:
+    for item in items:
         for piece in pieces(item.parameter.numel(), options.block):
             _update_piece(item, piece, scalars, options, factor)
 
@@ -95,7 +103,7 @@ def _update_piece(
     square = decode_unsigned(piece.rows(second.codes), piece.of_blocks(second.scales), options.map)
     mean = mean + (gradient - mean) * scalars.one_minus_beta1
     square = square * scalars.beta2 + gradient * scalars.one_minus_beta2 * gradient
-    root = torch.sqrt(square) / torch.full_like(square[:1, :1], scalars.root_of_correction2)
+    root = exact_root(square) / torch.full_like(square[:1, :1], scalars.root_of_correction2)
     wide = wide - mean * scalars.step_size / (root + scalars.eps)
 
     bits = None
@@ -127,4 +135,8 @@ def update_(
 
     ``factor``: f32 scalar tensor that multiplies every gradient; where it is not finite nothing is written.
     """
-    reference_(items, scalars, options, factor=factor, step=step)
+    if is_skipped(factor):
+        return
+    flat = flat_items(items, options, step)
+    if not cpu_calls.update("adam", flat, astuple(scalars), options, 1.0 if factor is None else float(factor)):
+        _update_in_torch(flat, scalars, options, factor)

@@ -20,6 +20,7 @@ from dataclasses import astuple, dataclass
 import torch
 from torch import Tensor
 
+from graphopt.kernels import cpu_calls
 from graphopt.kernels.block_adam import rounded, write_codes, write_parameter
 from graphopt.kernels.block_maps import decode_signed, encode_signed
 from graphopt.kernels.block_update import BlockItem, BlockOptions, FlatItem, flat_items, is_skipped
@@ -51,7 +52,13 @@ def reference_(
     """The update in plain torch, in place; ``items`` have one moment. Temporaries are of a bounded size."""
     if is_skipped(factor):
         return
-    for item in flat_items(items, options, step):
+    _update_in_torch(flat_items(items, options, step), scalars, options, factor)
+
+
+def _update_in_torch(
+    items: Sequence[FlatItem], scalars: LionScalars, options: BlockOptions, factor: Tensor | None
+) -> None:
+    for item in items:
         for piece in pieces(item.parameter.numel(), options.block):
             _update_piece(item, piece, scalars, options, factor)
 
@@ -93,4 +100,8 @@ def update_(
 
     ``factor``: f32 scalar tensor that multiplies every gradient; where it is not finite nothing is written.
     """
-    reference_(items, scalars, options, factor=factor, step=step)
+    if is_skipped(factor):
+        return
+    flat = flat_items(items, options, step)
+    if not cpu_calls.update("lion", flat, astuple(scalars), options, 1.0 if factor is None else float(factor)):
+        _update_in_torch(flat, scalars, options, factor)

@@ -23,6 +23,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from graphopt.kernels.exact_root import exact_root
+
 COMPANDED = "companded"
 LINEAR = "linear"
 DYNAMIC = "dynamic"
@@ -65,7 +67,7 @@ def encode_signed(values: Tensor, name: str) -> tuple[Tensor, Tensor]:
     elif name == LINEAR:
         codes = torch.round(ratio * SIGNED_CODES)
     else:
-        codes = torch.copysign(torch.round(torch.sqrt(ratio.abs()) * SIGNED_CODES), ratio)
+        codes = torch.copysign(torch.round(exact_root(ratio.abs()) * SIGNED_CODES), ratio)
     return torch.where(is_live, codes, 0).to(torch.int8), scales
 
 
@@ -89,7 +91,7 @@ def encode_unsigned(values: Tensor, name: str, draw: Tensor | None) -> tuple[Ten
     if name == DYNAMIC:
         codes = _nearest_of_tree(ratio) if draw is None else _drawn_of_tree(ratio, draw)
     else:
-        place = ratio * UNSIGNED_CODES if name == LINEAR else torch.sqrt(torch.sqrt(ratio)) * UNSIGNED_CODES
+        place = ratio * UNSIGNED_CODES if name == LINEAR else exact_root(exact_root(ratio)) * UNSIGNED_CODES
         codes = torch.round(place) if draw is None else torch.floor(place + draw)
         codes = codes.clamp(max=UNSIGNED_CODES)
         if name == COMPANDED:

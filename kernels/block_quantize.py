@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from graphopt.kernels import cpu_calls
 from graphopt.kernels.block_maps import check_map, decode_signed, decode_unsigned, encode_signed, encode_unsigned
 from graphopt.kernels.block_update import Moment
 from graphopt.kernels.counter_random import key_of, random_bits, uniform
@@ -22,6 +23,30 @@ class Draw:
     offset: int = 0
 
 
+def quantize(values: Tensor, *, block: int, map: str, is_signed: bool, draw: Draw | None = None) -> Moment:
+    """What ``quantize_reference`` gives, by the fastest form there is."""
+    check_block(block)
+    check_map(map)
+    values = values if is_dense(values) else values.contiguous()
+    into = _empty_moment(values, block=block, is_signed=is_signed)
+    source, target = flat(values), Moment(flat(into.codes), into.scales)
+    key = None if draw is None else (key_of(draw.seed, draw.step), draw.offset)
+    if not cpu_calls.quantize(source, target, block, map, key):
+        _quantize_in_torch(source, target, block, map, draw)
+    return into
+
+
+def dequantize(moment: Moment, *, block: int, map: str) -> Tensor:
+    """What ``dequantize_reference`` gives, by the fastest form there is."""
+    check_block(block)
+    check_map(map)
+    values = torch.empty_like(moment.codes, dtype=torch.float32)
+    source, target = Moment(flat(moment.codes), moment.scales), flat(values)
+    if not cpu_calls.dequantize(source, target, block, map):
+        _dequantize_in_torch(source, target, block, map)
+    return values
+
+
 def quantize_reference(values: Tensor, *, block: int, map: str, is_signed: bool, draw: Draw | None = None) -> Moment:
     """Codes in the layout of f32 ``values`` (contiguous where that is not dense) and scales, in plain torch.
 
@@ -31,18 +56,9 @@ def quantize_reference(values: Tensor, *, block: int, map: str, is_signed: bool,
     check_block(block)
     check_map(map)
     values = values if is_dense(values) else values.contiguous()
-    codes = torch.empty_like(values, dtype=torch.int8 if is_signed else torch.uint8)
-    scales = values.new_empty(num_blocks(values.numel(), block))
-    source, target = flat(values), flat(codes)
-    for piece in pieces(values.numel(), block):
-        rows = piece.rows(source)
-        if is_signed:
-            encoded = encode_signed(rows, map)
-        else:
-            encoded = encode_unsigned(rows, map, None if draw is None else _uniforms(draw, piece.start, rows))
-        piece.rows(target).copy_(encoded[0])
-        piece.of_blocks(scales).copy_(encoded[1])
-    return Moment(codes, scales)
+    into = _empty_moment(values, block=block, is_signed=is_signed)
+    _quantize_in_torch(flat(values), Moment(flat(into.codes), into.scales), block, map, draw)
+    return into
 
 
 def dequantize_reference(moment: Moment, *, block: int, map: str) -> Tensor:
@@ -50,11 +66,30 @@ def dequantize_reference(moment: Moment, *, block: int, map: str) -> Tensor:
     check_block(block)
     check_map(map)
     values = torch.empty_like(moment.codes, dtype=torch.float32)
-    source, target = flat(moment.codes), flat(values)
-    decode = decode_signed if moment.codes.dtype == torch.int8 else decode_unsigned
-    for piece in pieces(values.numel(), block):
-        piece.rows(target).copy_(decode(piece.rows(source), piece.of_blocks(moment.scales), map))
+    _dequantize_in_torch(Moment(flat(moment.codes), moment.scales), flat(values), block, map)
     return values
+
+
+def _empty_moment(values: Tensor, *, block: int, is_signed: bool) -> Moment:
+    codes = torch.empty_like(values, dtype=torch.int8 if is_signed else torch.uint8)
+    return Moment(codes, values.new_empty(num_blocks(values.numel(), block)))
+
+
+def _quantize_in_torch(source: Tensor, into: Moment, block: int, map: str, draw: Draw | None) -> None:
+    for piece in pieces(source.numel(), block):
+        rows = piece.rows(source)
+        if into.codes.dtype == torch.int8:
+            codes, scales = encode_signed(rows, map)
+        else:
+            codes, scales = encode_unsigned(rows, map, None if draw is None else _uniforms(draw, piece.start, rows))
+        piece.rows(into.codes).copy_(codes)
+        piece.of_blocks(into.scales).copy_(scales)
+
+
+def _dequantize_in_torch(source: Moment, values: Tensor, block: int, map: str) -> None:
+    decode = decode_signed if source.codes.dtype == torch.int8 else decode_unsigned
+    for piece in pieces(values.numel(), block):
+        piece.rows(values).copy_(decode(piece.rows(source.codes), piece.of_blocks(source.scales), map))
 
 
 def _uniforms(draw: Draw, start: int, rows: Tensor) -> Tensor:

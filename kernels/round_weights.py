@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from graphopt.kernels.counter_random import key_of, random_bits
+from graphopt.kernels import cpu_calls
+from graphopt.kernels.counter_random import Key, key_of, random_bits
 from graphopt.kernels.flat_tensors import ELEMENTS_OF_A_PIECE, flat, is_dense
 
 _LOW_HALF = 0xFFFF
@@ -32,11 +33,16 @@ def round_stochastically(values: Tensor, *, seed: int, step: float, offset: int)
     values = values if is_dense(values) else values.contiguous()
     rounded = torch.empty_like(values, dtype=torch.bfloat16)
     source, target, key = flat(values), flat(rounded), key_of(seed, step)
+    if not cpu_calls.round_stochastically(source, target, key, offset):
+        _round_in_torch(source, target, key, offset)
+    return rounded
+
+
+def _round_in_torch(source: Tensor, target: Tensor, key: Key, offset: int) -> None:
     for start in range(0, source.numel(), ELEMENTS_OF_A_PIECE):
         stop = min(source.numel(), start + ELEMENTS_OF_A_PIECE)
-        bits = random_bits(key, offset + start, offset + stop, device=values.device)
+        bits = random_bits(key, offset + start, offset + stop, device=source.device)
         target[start:stop] = stochastic_bfloat16(source[start:stop], bits)
-    return rounded
 
 
 def split_remainder(values: Tensor) -> tuple[Tensor, Tensor]:

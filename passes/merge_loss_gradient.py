@@ -19,8 +19,8 @@ Numerics. The weight's gradient is summed over chunks of rows, where the separat
 
 Refuses where forward and backward run apart (a module whose user calls ``backward()`` later, with a gradient of their
 own): that is seen by the program writing no parameter and no state. And where the loss has no reduction, where the
-gradient of the loss is computed from the loss itself, where the log-sum-exp has a gradient too, and for layers in lower
-precision, whose weight gradient would need a copy in float32.
+gradient of the loss is computed from the loss itself, where the log-sum-exp has a gradient too, and for weights in
+lower precision, whose gradient would need a copy in float32. A weight's gradient that was deferred stays apart.
 """
 
 from __future__ import annotations
@@ -91,20 +91,30 @@ def _why_not(program: Program, loss: fx.Node | None, backward: fx.Node) -> str |
         return "the backward may run later, with another gradient: this program updates nothing"
     if loss is None:
         return "the loss that this backward belongs to is not in the program"
-    if sum(_loss_of(user) is loss for user in program.ops() if ops.is_call(user, BACKWARD)) > 1:
-        return "the loss has more than one backward"
     arguments = named_arguments(backward)
+    others = [
+        user
+        for user in program.ops()
+        if ops.is_call(user, BACKWARD) and user is not backward and _loss_of(user) is loss
+    ]
+    if others and not _is_deferred(arguments["needs"], [named_arguments(other)["needs"] for other in others]):
+        return "the loss has more than one backward"
     if arguments["reduction"] == NONE:
         return "the loss has no reduction: each row has a gradient of its own"
     if arguments["grad_lse"] is not None:
         return "the log-sum-exp has a gradient of its own, which is known only behind it"
-    hidden, lse = program.spec(arguments["hidden"]), program.spec(arguments["lse"])
-    if hidden.dtype != lse.dtype:
+    weight, lse = program.spec(arguments["weight"]), program.spec(arguments["lse"])
+    if weight.dtype != lse.dtype and arguments["needs"][1]:
         return f"the weight's gradient would be summed in a copy in {lse.dtype}"
     # What may have to move before the loss is scalars and masks of labels.
     if not hoist(program, arguments["grad_loss"], loss, max_bytes=program.spec(arguments["target"]).nbytes):
         return "the gradient of the loss is not known before the loss"
     return None
+
+
+def _is_deferred(needs: list[bool], others: list[list[bool]]) -> bool:
+    """Whether ``needs`` is all that is needed at once: others give the weight's gradient alone, where it is needed."""
+    return needs[0] and all(other == [False, True, False] for other in others)
 
 
 def _merge(program: Program, loss: fx.Node, backward: fx.Node) -> None:

@@ -65,4 +65,3 @@ class ReuseLastUse(Pass):
         if count:
             program.refresh()
         return Changes(count)
-

@@ -24,26 +24,51 @@ IMPORTS: dict[str, frozenset[str]] = {
     "kernels": frozenset(),
     "operators": frozenset({"kernels"}),
     "ir": frozenset({"errors", "operators"}),
+    "loss_scale": frozenset({"errors"}),
     "optim": frozenset({"errors", "ir", "operators"}),
     "checkpoint": frozenset({"errors", "ir"}),
     "planner": frozenset({"errors", "ir", "checkpoint"}),
     "pipeline": frozenset({"errors", "ir", "planner"}),
-    "passes": frozenset({"errors", "ir", "pipeline", "checkpoint", "planner"}),
-    "options": frozenset({"errors", "optim", "checkpoint", "planner", "pipeline"}),
+    "passes": frozenset({"errors", "operators", "ir", "pipeline", "checkpoint", "planner"}),
+    "options": frozenset({"errors", "optim", "loss_scale", "checkpoint", "planner", "pipeline"}),
     "user_files": frozenset({"errors", "pipeline"}),
-    "capture": frozenset({"errors", "ir", "operators", "optim"}),
-    "execute": frozenset({"errors", "ir", "optim", "capture"}),
+    "capture": frozenset({"errors", "ir", "operators", "optim", "loss_scale"}),
+    "execute": frozenset({"errors", "ir", "optim", "loss_scale", "capture"}),
     "report": frozenset({"errors", "ir", "pipeline", "capture", "execute"}),
     "train": frozenset({"errors", "ir", "execute"}),
     "build": frozenset(
         {"errors", "ir", "optim", "checkpoint", "planner", "pipeline", "options", "capture", "execute", "report"}
     ),
     "api": frozenset(
-        {"errors", "ir", "optim", "checkpoint", "planner", "pipeline", "options", "capture", "execute", "build"}
+        {
+            "errors",
+            "ir",
+            "optim",
+            "loss_scale",
+            "checkpoint",
+            "planner",
+            "pipeline",
+            "options",
+            "capture",
+            "execute",
+            "build",
+        }
     ),
     "dry_run": frozenset({"ir", "pipeline", "options", "report", "build", "api"}),
     "graphopt": frozenset(
-        {"errors", "version", "optim", "checkpoint", "pipeline", "passes", "options", "capture", "train", "api"}
+        {
+            "errors",
+            "version",
+            "optim",
+            "loss_scale",
+            "checkpoint",
+            "pipeline",
+            "passes",
+            "options",
+            "capture",
+            "train",
+            "api",
+        }
     ),
     "cli": frozenset({"errors", "version", "planner", "pipeline", "user_files", "train", "dry_run"}),
     "__main__": frozenset({"cli"}),
@@ -62,7 +87,9 @@ EXCEPTIONS: dict[tuple[str, str], str] = {
 NOT_AT_IMPORT = frozenset(EXCEPTIONS) - {("graphopt.pipeline.default", "passes"), ("graphopt.train.demo", "graphopt")}
 
 # Passes know the IR, what a pass is and how memory is planned; not how a pipeline runs them, and not each other.
-PASSES_MAY_IMPORT = re.compile(r"graphopt\.(ir(\.\w+)?|planner(\.\w+)?|checkpoint|pipeline\.pass_base|errors)")
+PASSES_MAY_IMPORT = re.compile(
+    r"graphopt\.((ir|operators)(\.\w+)?|planner(\.\w+)?|checkpoint|pipeline\.pass_base|errors)"
+)
 
 # Where private torch modules may be imported.
 PRIVATE_TORCH_PARTS = frozenset({"capture", "execute"})

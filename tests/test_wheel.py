@@ -19,5 +19,6 @@ def test_wheel_holds_only_graphopt(tmp_path):
     (wheel,) = tmp_path.glob("*.whl")
     names = zipfile.ZipFile(wheel).namelist()
     assert {name.split("/")[0] for name in names} == {"graphopt", wheel.name.rsplit("-py3", 1)[0] + ".dist-info"}
-    for needed in ("graphopt/py.typed", "graphopt/passes/drop_dead.py", "graphopt/kernels/__init__.py"):
+    kernels = ("graphopt/kernels/__init__.py", "graphopt/kernels/cpu_source/maps.h")
+    for needed in ("graphopt/py.typed", "graphopt/passes/drop_dead.py", *kernels):
         assert needed in names

@@ -63,6 +63,7 @@ def differentiate(program: Program, *, roots: Sequence[str], wrt: Sequence[str])
     joint_program = program_from_trace(module, inputs, outputs, stage=Stage.JOINT)
     _name_inputs(joint_program, program)
     joint_program.history = program.history
+    joint_program.precision = program.precision
     return joint_program
 
 

@@ -9,7 +9,8 @@ from pathlib import Path
 
 from torch import fx
 
-from graphopt.ir.program import Origin, Program
+from graphopt.ir.origin import Origin
+from graphopt.ir.program import Program
 
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>[^\n]+)\n\s*(?P<code>[^\n]*)')
 _GENERATED = ("<eval_with_key>", "<string>")

@@ -58,17 +58,18 @@ def _lstm_layer_fake(*arguments: object) -> tuple[Tensor, Tensor, Tensor, Tensor
     shapes = tuple(tuple(tensor.shape) for tensor in tensors if isinstance(tensor, Tensor))
     options = tuple(tuple(value) if isinstance(value, list) else value for value in arguments[7:])
     output, hidden, cell, _ = aten.mkldnn_rnn_layer.default(*arguments)
-    workspace = torch.empty(_workspace_bytes(shapes, options), dtype=torch.uint8, device=output.device)
+    num_bytes = _workspace_bytes(shapes, output.dtype, options)
+    workspace = torch.empty(num_bytes, dtype=torch.uint8, device=output.device)
     return output, hidden, cell, workspace
 
 
 @functools.cache
-def _workspace_bytes(shapes: tuple[tuple[int, ...], ...], options: tuple[object, ...]) -> int:
+def _workspace_bytes(shapes: tuple[tuple[int, ...], ...], dtype: torch.dtype, options: tuple[object, ...]) -> int:
     """The size of the workspace, found by running the layer once on zeros of these shapes."""
     from torch._subclasses.fake_tensor import unset_fake_temporarily
 
     with unset_fake_temporarily(), torch.no_grad():
-        zeros = [torch.zeros(shape) for shape in shapes]
+        zeros = [torch.zeros(shape, dtype=dtype) for shape in shapes]
         arguments = [list(value) if isinstance(value, tuple) else value for value in options]
         return lstm_layer(*zeros, *arguments)[3].numel()  # type: ignore[arg-type]
 

@@ -9,13 +9,26 @@ from typing import Any
 import torch
 from torch import fx
 
+from graphopt.capture.loss_scaling import (
+    GOOD_UPDATES,
+    GRADIENTS_FINITE,
+    LOSS_SCALE,
+    ScaledGradients,
+    ScalingWriter,
+    good_updates_spec,
+    loss_scale_spec,
+)
 from graphopt.capture.parameter_update import GradientSource, ParameterWriter
 from graphopt.capture.range_update import PAGES, RangeRule, append_paged_update, range_program
 from graphopt.capture.trace import fake_like, new_fake_mode
 from graphopt.capture.update_bucket import UpdateBucket
 from graphopt.errors import OutputError
-from graphopt.ir.program import GraphHolder, Origin, Program, Stage, scalar_input
+from graphopt.ir import ops
+from graphopt.ir.origin import Origin
+from graphopt.ir.program import GraphHolder, Program, Stage, scalar_input
 from graphopt.ir.spec import Input, InputKind, Output, OutputKind, Signature, TensorSpec
+from graphopt.ir.update_targets import update_targets
+from graphopt.loss_scale import LossScale
 from graphopt.optim.base import Optimizer
 
 aten = torch.ops.aten
@@ -27,15 +40,21 @@ WINDOW_WEIGHT = "window_weight"
 WINDOW_LOSS = "window_loss"
 # torch.nn.utils.clip_grad_norm_ adds this to the norm before it divides.
 _CLIP_EPSILON = 1e-6
+_WRITTEN_BY_THE_RULE = (OutputKind.PARAM_UPDATE, OutputKind.STATE_UPDATE)
 
 
 @dataclass(frozen=True)
 class UpdateRequest:
-    """What to append: the optimizer, its buckets, whether to clip."""
+    """What to append: the optimizer, its buckets, whether to clip, how the loss was scaled.
+
+    ``selects``: whether the program itself keeps old values where the update must not be applied.
+    """
 
     optimizer: Optimizer
     buckets: tuple[UpdateBucket, ...]
     clip: bool
+    loss_scale: LossScale | None = None
+    selects: bool = False
 
 
 def append_update(joint: Program, request: UpdateRequest) -> Program:
@@ -111,6 +130,8 @@ class _Appender:
         self.program = program
         self.origin = Origin()
         self.anchor: fx.Node | None = None  # where operators go; None: at the end
+        self.scaling = ScalingWriter(program, self.emit)
+        self.is_scaled = False  # whether gradients are those of a scaled loss
 
     def emit(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
         node = self.program.insert_before(self.anchor or self.program.output_node(), target, *args, **kwargs)
@@ -141,13 +162,65 @@ class _Appender:
         self, gradients: Mapping[str, fx.Node], request: UpdateRequest, *, weight: fx.Node | None = None
     ) -> None:
         """Append clipping and the rule; ``weight``: what the gradients are first divided by (a window's)."""
-        factor = self._clip_factor(gradients, weight) if request.clip else None
+        scaled = None if request.loss_scale is None else self._look_at_scaled(gradients)
+        factor = self._clip_factor(gradients, weight, scaled) if request.clip else None
+        if scaled is not None and factor is None:
+            weight = self.scaling.divisor(scaled, weight)
+        applied = None
+        if scaled is not None and request.selects:
+            applied, factor, weight = self._decide(factor, weight)
         writer = ParameterWriter(self.program, self.emit, request.optimizer)
         for bucket in request.buckets:
             numbers = {name: self.add_number(f"{name}.{bucket.name}") for name in bucket.numbers}
             for name in bucket.parameters:
                 self.origin = Origin(name, type(request.optimizer).__name__)
                 self._update_parameter(name, self._source(gradients[name], factor, weight), numbers, bucket, writer)
+        if applied is not None:
+            assert scaled is not None and request.loss_scale is not None, "only a scaled update selects"
+            self._select(applied, scaled, request.loss_scale)
+
+    def _look_at_scaled(self, gradients: Mapping[str, fx.Node]) -> ScaledGradients:
+        self.origin = Origin("", "loss_scale")
+        self.is_scaled = True
+        spec = self.program.spec(next(iter(gradients.values())))
+        scale = self.add_tensor(LOSS_SCALE, InputKind.STATE, loss_scale_spec(spec))
+        scaled = self.scaling.measure(gradients.values(), scale)
+        self.add_output(scaled.finite, OutputKind.USER, GRADIENTS_FINITE)
+        return scaled
+
+    def _decide(self, factor: fx.Node | None, weight: fx.Node | None) -> tuple[fx.Node, fx.Node | None, fx.Node | None]:
+        """Whether the update is applied (bool[]), and ``factor`` or ``weight`` such that it is NaN if not.
+
+        It is not if a gradient or the norm is not finite, or if a window holds nothing.
+        """
+        self.origin = Origin("", "loss_scale")
+        if factor is None:
+            assert weight is not None, "the scale is part of the weight"
+            nothing, applied = self.scaling.finiteness(self.emit(aten.reciprocal.default, weight))
+            return applied, None, self.emit(aten.add.Tensor, weight, nothing)
+        nothing, applied = self.scaling.finiteness(self.program.output_named(GRAD_NORM))
+        return applied, self.emit(aten.add.Tensor, factor, nothing), weight
+
+    def _select(self, applied: fx.Node, scaled: ScaledGradients, options: LossScale) -> None:
+        """Let every update be the old value unless ``applied``, and append the next scale."""
+        values = list(self.program.output_values())
+        for update in update_targets(self.program):
+            if update.value is update.target or _takes_factor(update.value):
+                continue
+            self.origin = Origin(update.output.name, "loss_scale")
+            # Behind the new value of a parameter or its state, so that those of all are not alive together; buffers
+            # were computed before it was known whether they are to be kept.
+            self.anchor = update.value.next if update.output.kind in _WRITTEN_BY_THE_RULE else None
+            values[update.position] = self.emit(aten.where.self, applied, update.value, update.target)
+        self.anchor = None
+        self.program.set_outputs(values, self.program.signature.outputs)
+        if options.dynamic:
+            self.origin = Origin("", "loss_scale")
+            spec = good_updates_spec(self.program.spec(scaled.scale))
+            good = self.add_tensor(GOOD_UPDATES, InputKind.STATE, spec)
+            scale, count = self.scaling.next_scale(scaled, good, applied, options)
+            self.add_output(scale, OutputKind.STATE_UPDATE, LOSS_SCALE)
+            self.add_output(count, OutputKind.STATE_UPDATE, GOOD_UPDATES)
 
     def _source(self, gradient: fx.Node, factor: fx.Node | None, weight: fx.Node | None) -> GradientSource:
         # Scaled one by one, where it is used: never all gradients twice.
@@ -157,9 +230,12 @@ class _Appender:
             factor=lambda: self._single_factor(factor, weight),
             scalar=weight if factor is None else factor,
             divides=factor is None and weight is not None,
+            widens=self.is_scaled,
         )
 
     def _scaled(self, gradient: fx.Node, factor: fx.Node | None, weight: fx.Node | None) -> fx.Node:
+        if self.is_scaled:
+            gradient = self.scaling.widened(gradient)
         if factor is not None:
             return self.emit(aten.mul.Tensor, gradient, factor)
         return gradient if weight is None else self.emit(aten.div.Tensor, gradient, weight)
@@ -194,21 +270,33 @@ class _Appender:
     def _pages_of(self, name: str) -> Callable[[TensorSpec], fx.Node]:
         return lambda spec: self.add_tensor(f"{PAGES}.{name}", InputKind.STATE, spec, is_far=True)
 
-    def _clip_factor(self, gradients: Mapping[str, fx.Node], weight: fx.Node | None) -> fx.Node:
+    def _clip_factor(
+        self, gradients: Mapping[str, fx.Node], weight: fx.Node | None, scaled: ScaledGradients | None
+    ) -> fx.Node:
         """What clipping multiplies every gradient with, operator for operator as ``torch.nn.utils.clip_grad_norm_``.
 
-        With a window's ``weight`` the norm is that of the mean, and the factor divides by the weight as well.
+        With a window's ``weight`` the norm is that of the mean, and the factor divides by the weight as well. Of
+        ``scaled`` gradients the norm is that of the unscaled ones, and the factor divides by the scale as well.
         """
         self.origin = Origin("", "clip_grad_norm")
         limit = self.add_number(CLIP_SCALAR)
-        norms = [self.emit(aten.linalg_vector_norm.default, gradient, 2.0) for gradient in gradients.values()]
+        norms = [self._norm(gradient) for gradient in gradients.values()]
         total = self.emit(aten.linalg_vector_norm.default, self.emit(aten.stack.default, norms), 2.0)
+        if scaled is not None:
+            total = self.scaling.unscaled_norm(total, scaled)
         if weight is not None:
             total = self.emit(aten.div.Tensor, total, weight)
         self.add_output(total, OutputKind.USER, GRAD_NORM)
         inverse = self.emit(aten.reciprocal.default, self.emit(aten.add.Tensor, total, _CLIP_EPSILON))
         factor = self.emit(aten.clamp.default, self.emit(aten.mul.Tensor, inverse, limit), None, 1.0)
+        if scaled is not None:
+            weight = self.scaling.divisor(scaled, weight)
         return factor if weight is None else self.emit(aten.div.Tensor, factor, weight)
+
+    def _norm(self, gradient: fx.Node) -> fx.Node:
+        if self.is_scaled:
+            return self.scaling.norm(gradient)
+        return self.emit(aten.linalg_vector_norm.default, gradient, 2.0)
 
     def window(self, loss: str, weight: fx.Node | float | None) -> None:
         self.origin = Origin("", "accumulate")
@@ -279,6 +367,13 @@ class _Appender:
             self._replace_output(loss, self.emit(aten.masked_fill.Scalar, loss, empty, 0.0))
         self.add_output(self.emit(aten.add.Tensor, total_weight, weight), OutputKind.STATE_UPDATE, WINDOW_WEIGHT)
         self.add_output(self.emit(aten.add.Tensor, total_loss, weighted), OutputKind.STATE_UPDATE, WINDOW_LOSS)
+
+
+def _takes_factor(value: fx.Node) -> bool:
+    """Whether ``value`` comes from an operator that writes nothing by itself where its factor is not finite."""
+    source = value.args[0] if ops.is_getitem(value) else value
+    op = ops.overload(source) if isinstance(source, fx.Node) else None
+    return op is not None and any(argument.name == "factor" for argument in op._schema.arguments)
 
 
 def _empty_program() -> Program:

@@ -10,6 +10,7 @@ from graphopt.execute.region import Region
 from graphopt.execute.region_compile import compiled_region
 from graphopt.execute.region_cuts import FEWEST_CALLS, Owners, Span, cut_spans, halves
 from graphopt.execute.region_workspace import RegionWorkspace
+from graphopt.ir.list_calls import join_list_calls
 from graphopt.ir.liveness import MemoryPlan, plan_memory
 from graphopt.ir.program import Program
 from graphopt.ir.units import format_bytes
@@ -45,6 +46,7 @@ def compile_regions(
     for num_cut in range(_MOST_ROUNDS + 1):
         lowering = lower_regions(program, spans, compile_region=compile_region)
         write_all_results(lowering.program)
+        join_list_calls(lowering.program)
         attempt = _Attempt(lowering, _plan(lowering.program), num_cut)
         if best is None or attempt.plan.peak_bytes < best.plan.peak_bytes:
             best = attempt

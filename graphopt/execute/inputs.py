@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from graphopt.capture.batch import BoundBatch
+from graphopt.capture.loss_scaling import GRADIENTS_FINITE
 from graphopt.capture.update import GRAD_NORM
 from graphopt.errors import BatchError
 from graphopt.execute.executable import Executable
@@ -15,14 +16,22 @@ from graphopt.execute.model_view import ModelView
 from graphopt.ir.program import Program
 from graphopt.ir.spec import Input, InputKind, OutputKind, TensorSpec
 
+_OUR_OWN = frozenset({GRAD_NORM, GRADIENTS_FINITE})
+"""Outputs of kind USER that the update reports to the step."""
+
 
 def collect_inputs(
     program: Program,
     view: ModelView,
     bound: BoundBatch | None,
     other: Callable[[Input], Any],
+    *,
+    tangent: Callable[[TensorSpec], torch.Tensor] | None = None,
 ) -> list[Any]:
-    """All inputs by position: live parameters and buffers, the batch, tangents of 1, the rest from ``other``."""
+    """All inputs by position: live parameters and buffers, the batch, the rest from ``other``.
+
+    ``tangent`` gives what the gradient of the loss begins with, for its spec (None: ones).
+    """
     batch = {} if bound is None else dict(zip(bound.names, bound.tensors, strict=True))
     values: list[Any] = []
     for entry in program.signature.inputs:
@@ -34,7 +43,7 @@ def collect_inputs(
             values.append(batch[entry.name])
         elif entry.kind is InputKind.TANGENT:
             assert isinstance(entry.spec, TensorSpec)
-            values.append(torch.ones(entry.spec.shape, dtype=entry.spec.dtype, device=entry.spec.device))
+            values.append((tangent or _ones)(entry.spec))
         else:
             values.append(other(entry))
     return values
@@ -42,7 +51,11 @@ def collect_inputs(
 
 def user_outputs(program: Program, outputs: Sequence[Any]) -> list[Any]:
     """The outputs a user asked for, in order."""
-    return [outputs[i] for i, output in program.signature.outputs_of(OutputKind.USER) if output.name != GRAD_NORM]
+    return [outputs[i] for i, output in program.signature.outputs_of(OutputKind.USER) if output.name not in _OUR_OWN]
+
+
+def _ones(spec: TensorSpec) -> torch.Tensor:
+    return torch.ones(spec.shape, dtype=spec.dtype, device=spec.device)
 
 
 def write_back(executable: Executable, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:

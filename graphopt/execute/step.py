@@ -16,26 +16,24 @@ from graphopt.capture.export import Captured
 from graphopt.capture.hooks import refuse_module_hooks, refuse_parameter_hooks
 from graphopt.capture.loss_weight import LossWeight
 from graphopt.capture.outputs import rebuild
-from graphopt.capture.update import (
-    CLIP_SCALAR,
-    GRAD_NORM,
-    WINDOW,
-    WINDOW_LOSS,
-    WINDOW_WEIGHT,
-    UpdateRequest,
-)
+from graphopt.capture.update import CLIP_SCALAR, UpdateRequest
 from graphopt.capture.update_bucket import UpdateBucket
 from graphopt.errors import BatchError, StateError
 from graphopt.execute.cache import SignatureCache, ambient_key, batch_key, describe_batch
 from graphopt.execute.executable import Executable, run_before_commit, run_segment
 from graphopt.execute.inputs import collect_inputs, refuse_aliased, user_outputs, write_back
 from graphopt.execute.interrupts import held_interrupts
+from graphopt.execute.ledger import UpdateFacts, UpdateLedger
+from graphopt.execute.loss_scaler import make_scaler
 from graphopt.execute.model_view import ModelView, eval_mode, view_model
 from graphopt.execute.shared_memory import apart_from
-from graphopt.execute.train_state import TrainState, zeros
-from graphopt.execute.update_info import UpdateInfo, update_info
+from graphopt.execute.state_inputs import no_state, state_source
+from graphopt.execute.train_state import TrainState
+from graphopt.execute.update_info import UpdateInfo
+from graphopt.execute.verdict import EMPTY_WINDOW, evidence
 from graphopt.ir.program import Program
-from graphopt.ir.spec import Input, InputKind, OutputKind, TensorSpec
+from graphopt.ir.spec import OutputKind, TensorSpec
+from graphopt.optim.state import Weights
 
 
 class GradientPart(Protocol):
@@ -87,12 +85,14 @@ class TrainStep:
         self.builder = builder
         self.model = builder.model
         options = builder.options
-        self.state = TrainState(options.optimizer, view_model(self.model).parameters)
+        weights = Weights(options.precision.master)
+        self.state = TrainState(options.optimizer, view_model(self.model).parameters, weights=weights)
+        self.state.scaler = make_scaler(options.loss_scale, self.state.known.values())
         self.steps: SignatureCache[_Compiled] = SignatureCache(options.max_signatures)
         self.parts: SignatureCache[Any] = SignatureCache(options.max_signatures)
         self.updates: SignatureCache[Executable] = SignatureCache(options.max_signatures)
         self.evaluations: SignatureCache[tuple[Captured, Executable, Any]] = SignatureCache(options.max_signatures)
-        self.last_update: UpdateInfo | None = None
+        self.ledger = UpdateLedger(self.state)
         self.last_executable: Executable | None = None
         self.broken: str | None = None
 
@@ -101,6 +101,7 @@ class TrainStep:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The requested outputs by name, as attribute and key; one micro-batch is trained on."""
         self._refuse_broken()
+        self.ledger.settle()
         bound, view = self._prepare(args, kwargs)
         if self.accumulates:
             return self._micro_step(bound, view)
@@ -117,7 +118,7 @@ class TrainStep:
                 describe=describe_batch(bound),
             )
             self.last_executable = self.last_executable or executable
-            inputs = collect_inputs(executable.program, view, bound, self._no_state)
+            inputs = collect_inputs(executable.program, view, bound, no_state)
             with plain_execution():
                 outputs = executable.run(inputs)
         return rebuild(captured.structure, user_outputs(executable.program, outputs))
@@ -169,21 +170,15 @@ class TrainStep:
         executable = self.last_executable = compiled.executable
         program = executable.program
         refuse_aliased(program, bound)
-        inputs = collect_inputs(program, view, bound, self._state_source(buckets))
+        inputs = self._inputs(program, view, bound, buckets)
         outputs: list[Any] = [None] * len(program.signature.outputs)
-        with plain_execution():
-            carried = run_before_commit(executable, inputs, outputs)
-            norm = _grad_norm(program, outputs)
-            if norm is not None and norm - norm != 0:
-                carried.clear()
-                self._skip(f"the gradient norm is {norm}", loss=self._loss(part, program, outputs), norm=norm)
-            else:
-                with self._commit():
-                    run_segment(executable.segments[-1], inputs, carried, outputs)
-                    write_back(executable, inputs, outputs)
-                    self.state.paging.settle()
-                    self.state.advance(part.reached)
-                self.last_update = update_info(self._loss(part, program, outputs), norm)
+        self._run_update(
+            executable,
+            inputs,
+            outputs,
+            facts=lambda: UpdateFacts(part.reached, self._loss(part, program, outputs)),
+            finish=lambda: write_back(executable, inputs, outputs),
+        )
         return rebuild(part.captured.structure, user_outputs(program, outputs))
 
     def _micro_step(self, bound: BoundBatch, view: ModelView) -> Any:
@@ -203,7 +198,7 @@ class TrainStep:
                 "before the loss changes its reduction"
             )
         refuse_aliased(program, bound)
-        inputs = collect_inputs(program, view, bound, self._state_source(()))
+        inputs = self._inputs(program, view, bound, ())
         outputs: list[Any] = [None] * len(program.signature.outputs)
         with plain_execution():
             carried = run_before_commit(executable, inputs, outputs)
@@ -231,9 +226,12 @@ class TrainStep:
     def _end_window(self, view: ModelView) -> None:
         window = self.state.window
         assert window.weight is not None and window.loss is not None, "a window with micro-batches has totals"
-        weight = float(window.weight)
-        if weight == 0.0:
-            self._skip("the window holds no item to train on", loss=0.0, norm=None)
+        # The window's own tensors are cleared, and read by Python only later where the program decides.
+        weight = window.weight.clone()
+        loss = window.loss / weight if window.divides else window.loss.clone()
+        micro_batches = window.micro_batches
+        if not self.ledger.decides_late and float(weight) == 0.0:
+            self.ledger.skipped(UpdateFacts((), 0.0, micro_batches, weight), EMPTY_WINDOW)
             return
         names = tuple(name for name in view.parameters if name in window.touched)
         buckets = self.state.buckets(names)
@@ -244,29 +242,40 @@ class TrainStep:
             describe="window update",
         )
         program = executable.program
-        inputs = collect_inputs(program, view, None, self._state_source(buckets))
+        inputs = self._inputs(program, view, None, buckets)
         outputs: list[Any] = [None] * len(program.signature.outputs)
-        loss = float(window.loss) / (weight if window.divides else 1.0)
-        micro_batches = window.micro_batches
+        facts = UpdateFacts(names, loss, micro_batches, weight)
+        self._run_update(executable, inputs, outputs, facts=lambda: facts, finish=lambda: None)
+
+    def _run_update(
+        self,
+        executable: Executable,
+        inputs: list[Any],
+        outputs: list[Any],
+        *,
+        facts: Callable[[], UpdateFacts],
+        finish: Callable[[], None],
+    ) -> None:
+        """Run a program that ends in an update, which is skipped as a whole if its gradients are not to be used."""
+        ledger, scaler = self.ledger, self.state.scaler
         with plain_execution():
             carried = run_before_commit(executable, inputs, outputs)
-            norm = _grad_norm(program, outputs)
-            if norm is not None and norm - norm != 0:
-                self._skip(f"the gradient norm is {norm}", loss=loss, norm=norm)
+            scale = scaler.scale.clone() if scaler is not None and ledger.decides_late else None
+            verdict = evidence(executable.program, outputs).verdict() if scale is None else None
+            if verdict is not None and verdict.skipped is not None:
+                carried.clear()
+                ledger.skipped(facts(), verdict)
                 return
             with self._commit():
                 run_segment(executable.segments[-1], inputs, carried, outputs)
-                window.clear()
                 self.state.paging.settle()
-                self.state.advance(names)
-        self.last_update = UpdateInfo(loss, norm, micro_batches, weight)
-
-    def _skip(self, reason: str, *, loss: Any, norm: float | None) -> None:
-        micro_batches = max(self.state.window.micro_batches, 1)
-        with held_interrupts():
-            self.state.window.clear()
-            self.state.skipped += 1
-        self.last_update = UpdateInfo(float(loss), norm, micro_batches, 0.0, skipped=reason)
+                finish()
+                if verdict is not None:
+                    ledger.applied(facts(), verdict)
+                elif scale is not None:
+                    found = evidence(executable.program, outputs, weight=facts().weight)
+                    ledger.decided_later(facts(), found, scale)
+                self.state.window.clear()
 
     def _loss(self, part: Any, program: Program, outputs: Sequence[Any]) -> Any:
         for position, output in program.signature.outputs_of(OutputKind.USER):
@@ -276,30 +285,17 @@ class TrainStep:
 
     def _request(self, buckets: tuple[UpdateBucket, ...]) -> UpdateRequest:
         options = self.builder.options
-        return UpdateRequest(options.optimizer, buckets, options.clip_grad_norm is not None)
+        clips = options.clip_grad_norm is not None
+        return UpdateRequest(options.optimizer, buckets, clips, options.loss_scale, self.ledger.decides_late)
 
-    def _state_source(self, buckets: tuple[UpdateBucket, ...]) -> Callable[[Input], Any]:
-        """Where STATE and SCALAR inputs come from."""
+    def _inputs(
+        self, program: Program, view: ModelView, bound: BoundBatch | None, buckets: tuple[UpdateBucket, ...]
+    ) -> list[Any]:
+        tangent = None if self.state.scaler is None else self.state.scaler.tangent
         numbers = self.state.numbers(buckets)
         if self.builder.options.clip_grad_norm is not None:
             numbers[CLIP_SCALAR] = float(self.builder.options.clip_grad_norm)
-        return lambda entry: numbers[entry.name] if entry.kind is InputKind.SCALAR else self._state_tensor(entry)
-
-    def _state_tensor(self, entry: Input) -> torch.Tensor:
-        assert isinstance(entry.spec, TensorSpec)
-        window = self.state.window
-        if entry.name in (WINDOW_WEIGHT, WINDOW_LOSS):
-            attribute = "weight" if entry.name == WINDOW_WEIGHT else "loss"
-            if getattr(window, attribute) is None:
-                setattr(window, attribute, zeros(entry.spec))
-            return getattr(window, attribute)  # type: ignore[no-any-return]
-        state_name, _, name = entry.name.partition(".")
-        if state_name == WINDOW:
-            return window.tensor(name, entry.spec)
-        return self.state.tensor(state_name, name, entry.spec)
-
-    def _no_state(self, entry: Input) -> Any:
-        raise AssertionError(f"a forward program reads no {entry.kind} {entry.name}")
+        return collect_inputs(program, view, bound, state_source(self.state, numbers), tangent=tangent)
 
     @contextmanager
     def _commit(self) -> Iterator[None]:
@@ -326,15 +322,28 @@ class TrainStep:
     @property
     def optimizer(self) -> torch.optim.Optimizer:
         """The optimizer as schedulers and loggers see it."""
+        self.ledger.settle()
         return self.state.facade
+
+    @property
+    def last_update(self) -> Any:
+        """What became of the last update: an ``UpdateInfo``, or None before the first."""
+        return self.ledger.last
+
+    @property
+    def loss_scale(self) -> float | None:
+        """What the loss of the next update is multiplied by; None without loss scaling."""
+        return None if self.state.scaler is None else float(self.state.scaler.scale)
 
     def state_dict(self) -> dict[str, Any]:
         """Everything beside the model that a bit-exact resume needs; tensors are the live ones."""
+        self.ledger.settle()
         return self.state.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a ``state_dict``; checked whole before anything changes. Random state is restored too."""
         self.state.follow(view_model(self.model).parameters)
+        self.ledger.settle()
         self.state.load_state_dict(state)
         self.broken = None
 
@@ -383,13 +392,6 @@ class TrainStep:
         if not self.accumulates:
             return paging
         return paging + tuple(f"accumulation: {part[0].weight.reason}" for part in self.parts.built.values())
-
-
-def _grad_norm(program: Program, outputs: Sequence[Any]) -> float | None:
-    for position, output in program.signature.outputs_of(OutputKind.USER):
-        if output.name == GRAD_NORM and outputs[position] is not None:
-            return float(outputs[position])
-    return None
 
 
 __all__ = ["BatchError", "TrainStep", "UpdateInfo"]

@@ -14,6 +14,7 @@ from graphopt.capture.page_layout import PageLayout
 from graphopt.capture.range_update import PAGES, pages_layout
 from graphopt.capture.update_bucket import MASTER, UPDATE_NUMBER, UpdateBucket, make_bucket
 from graphopt.errors import StateError
+from graphopt.execute.loss_scaler import LossScaler, check_scaler_state
 from graphopt.execute.paging.store import PageStore
 from graphopt.execute.state_checks import check_state
 from graphopt.execute.state_choices import StateChoices
@@ -69,6 +70,7 @@ class TrainState:
         self.layouts: dict[str, PageLayout] = {}
         self.known = dict(parameters)
         self.window = Window()
+        self.scaler: LossScaler | None = None
         self.updates = 0
         self.skipped = 0
         self.warned = False
@@ -223,6 +225,7 @@ class TrainState:
             },
             "counters": {"updates": self.updates, "skipped": self.skipped},
             "random": _random_state(),
+            **({} if self.scaler is None else {"loss_scale": self.scaler.state_dict()}),
         }
 
     def _group_dict(self, group: Mapping[str, Any]) -> dict[str, Any]:
@@ -243,6 +246,8 @@ class TrainState:
         self._load_window(saved["window"])
         self.updates = int(saved["counters"]["updates"])
         self.skipped = int(saved["counters"]["skipped"])
+        if self.scaler is not None and saved.get("loss_scale") is not None:
+            self.scaler.load_state_dict(saved["loss_scale"])
         _restore_random_state(saved["random"])
 
     def _load_window(self, window: Mapping[str, Any]) -> None:
@@ -258,7 +263,7 @@ class TrainState:
 
     def _check(self, saved: Mapping[str, Any]) -> None:
         expected = {"version", "optimizer", "state", "groups", "window", "counters", "random"}
-        if not isinstance(saved, Mapping) or set(saved) != expected:
+        if not isinstance(saved, Mapping) or set(saved) - {"loss_scale"} != expected:
             raise StateError(f"expected a state dict of a compiled step with {sorted(expected)}, came {_keys(saved)}")
         if saved["version"] != FORMAT_VERSION:
             raise StateError(f"the state has format version {saved['version']}, this graphopt reads {FORMAT_VERSION}")
@@ -277,6 +282,7 @@ class TrainState:
             raise StateError(f"parameters do not match the model: missing {missing}, unknown {unknown}")
         for name, values in saved["state"].items():
             self._check_state(name, values)
+        check_scaler_state(saved, self.scaler)
 
     def _check_state(self, name: str, values: Mapping[str, Any]) -> None:
         parameter = self.known.get(name)

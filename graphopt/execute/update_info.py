@@ -10,13 +10,17 @@ import torch
 
 @dataclass(frozen=True)
 class UpdateInfo:
-    """One update: mean loss of its window, global gradient norm (with clipping), and why it was skipped, if it was."""
+    """One update: mean loss of its window, global gradient norm (with clipping), and why it was skipped, if it was.
+
+    ``loss_scale``: what the loss was multiplied by before backward (loss and norm are those of the unscaled loss).
+    """
 
     loss: float
     grad_norm: float | None
     micro_batches: int
     weight: float
     skipped: str | None = None
+    loss_scale: float | None = None
 
 
 class DeviceUpdate:

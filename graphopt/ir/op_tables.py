@@ -10,6 +10,7 @@ import torch
 
 from graphopt.ir import transfer_ops
 from graphopt.operators import paged_update
+from graphopt.operators.embedding_rows import ADD_EMBEDDING_ROWS
 
 aten = torch.ops.aten
 
@@ -150,7 +151,7 @@ UNTAGGED_POINTWISE = frozenset(
 COIN_TOSSES = frozenset({aten.bernoulli.p, aten.bernoulli.default})
 
 # Not pointwise, but their in-place form changes elements of the first argument only by what other arguments say.
-SCATTERS = frozenset({aten.scatter_add.default})
+SCATTERS = frozenset({aten.scatter_add.default, ADD_EMBEDDING_ROWS})
 
 # The elements of the first argument in the same row-major order; only the shape (and the strides) may differ.
 ORDER_KEEPING = frozenset(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +12,8 @@ from torch import fx
 from graphopt.errors import ProgramError
 from graphopt.ir.decisions import DecisionTable
 from graphopt.ir.fake import FakeTensor, FakeTensorMode
+from graphopt.ir.origin import NO_ORIGIN, Origin
+from graphopt.ir.precision_table import PrecisionTable
 from graphopt.ir.spec import Input, Output, ScalarSpec, Signature, TensorSpec
 
 if TYPE_CHECKING:
@@ -26,23 +27,6 @@ class Stage(StrEnum):
     JOINT = "joint"
     STEP = "step"
     ANY = "any"
-
-
-@dataclass(frozen=True)
-class Origin:
-    """Where a node came from: module path, the user's source line, and whether it is part of the gradient."""
-
-    module: str = ""
-    source: str = ""
-    code: str = ""
-    is_gradient: bool = False
-
-    def __str__(self) -> str:
-        where = [part for part in (self.module, self.source, self.code) if part]
-        return ("grad of " if self.is_gradient and where else "") + " | ".join(where)
-
-
-NO_ORIGIN = Origin()
 
 
 class GraphHolder(fx.GraphModule):
@@ -59,7 +43,7 @@ class Program:
     ``module`` is an ``fx.GraphModule`` whose placeholders are ``signature.inputs`` in order, and whose output is one
     flat tuple, ``signature.outputs`` in order. Constants are tensors of the module, read by ``get_attr`` nodes.
     Of ``node.meta`` only ``val`` (the fake value) is a contract; ``origins`` holds where nodes came from, ``decisions``
-    what becomes of values between forward and backward.
+    what becomes of values between forward and backward, ``precision`` what each operator of the forward part runs in.
     """
 
     def __init__(
@@ -78,6 +62,7 @@ class Program:
         self.history = history
         self.default_fake_mode: FakeTensorMode | None = None
         self.decisions = DecisionTable()
+        self.precision = PrecisionTable()
 
     # ---- reading -------------------------------------------------------------------------------------------------
 
@@ -254,6 +239,7 @@ class Program:
         module = GraphHolder(root, graph)
         program = Program(module, self.signature, stage=self.stage, origins=self.origins, history=self.history)
         program.decisions = self.decisions
+        program.precision = self.precision
         return program
 
     def run(self, inputs: Sequence[Any]) -> tuple[Any, ...]:

@@ -77,7 +77,7 @@ def block_adam_(
     seed: int,
     offset: int,
 ) -> None:
-    """One parameter, in place, without memory of its own (but for a gradient of another layout than the parameter's)."""
+    """One parameter, in place, without memory of its own (but for a gradient of another layout)."""
     moments = (Moment(exp_avg, exp_avg_scale), Moment(exp_avg_sq, exp_avg_sq_scale))
     scalars = adam_kernel.AdamScalars.of(lr=lr, weight_decay=weight_decay, beta1=beta1, beta2=beta2, eps=eps, step=step)
     options = BlockOptions(block, map, decoupled, stochastic_state, stochastic_weight)
@@ -163,7 +163,7 @@ def block_lion_(
     seed: int,
     offset: int,
 ) -> None:
-    """One parameter, in place, without memory of its own (but for a gradient of another layout than the parameter's)."""
+    """One parameter, in place, without memory of its own (but for a gradient of another layout)."""
     scalars = lion_kernel.LionScalars.of(lr=lr, weight_decay=weight_decay, beta1=beta1, beta2=beta2)
     options = BlockOptions(block, map, decoupled, stochastic_weight=stochastic_weight)
     item = BlockItem(parameter, gradient, (Moment(exp_avg, exp_avg_scale),), seed, offset)

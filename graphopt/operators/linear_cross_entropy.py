@@ -110,7 +110,7 @@ def _converted(found: Loss, loss_dtype: torch.dtype) -> tuple[Tensor, Tensor, Te
 
 @linear_cross_entropy.register_fake
 def _loss_fake(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return _loss_like(arguments[0], reduction=arguments[10], loss_dtype=arguments[11])
+    return _loss_like(Head(*arguments[:3]), reduction=arguments[10], loss_dtype=arguments[11])
 
 
 @linear_cross_entropy_backward.register_fake
@@ -121,13 +121,15 @@ def _backward_fake(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 @linear_cross_entropy_with_gradient.register_fake
 def _with_gradient_fake(*arguments: Any) -> tuple[Tensor, ...]:
-    found = Gradients.empty(Head(*arguments[1:4]), Needs(*arguments[14]))
-    loss = _loss_like(arguments[1], reduction=arguments[11], loss_dtype=arguments[12])
+    head = Head(*arguments[1:4])
+    found = Gradients.empty(head, Needs(*arguments[14]))
+    loss = _loss_like(head, reduction=arguments[11], loss_dtype=arguments[12])
     return (*loss, found.hidden, found.weight, found.bias)
 
 
-def _loss_like(hidden: Tensor, *, reduction: int, loss_dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    num_rows, dtype = hidden.shape[0], torch.promote_types(hidden.dtype, torch.float32)
+def _loss_like(head: Head, *, reduction: int, loss_dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    hidden, dtype = head.hidden, head.dtype
+    num_rows = hidden.shape[0]
     loss = hidden.new_empty((num_rows,) if reduction == NONE else (), dtype=loss_dtype)
     return loss, hidden.new_empty((), dtype=dtype), hidden.new_empty((num_rows,), dtype=dtype)
 

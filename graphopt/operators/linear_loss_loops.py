@@ -115,7 +115,7 @@ def loss_and_gradients(
 ) -> tuple[Loss, Gradients]:
     """Loss and Gradients from one computation of the logits; holds ``chunk`` rows of them (twice with soft-capping).
 
-    For a head in lower precision it also holds the weight's gradient in float32.
+    For a weight in lower precision it also holds the weight's gradient in float32.
     """
     num_rows, num_classes = head.hidden.shape[0], head.weight.shape[0]
     facts = math.row_facts(labels, options, head.dtype)
@@ -207,10 +207,12 @@ def _add_row_gradients(
     if weight.numel():
         weight.addmm_(gradient.t(), hidden)
     if found.hidden.numel():
-        if head.weight.dtype == gradient.dtype:
-            torch.mm(gradient, head.weight, out=found.hidden[start:end])
-        else:
+        if head.weight.dtype != gradient.dtype:
             found.hidden[start:end] = _through_weight(gradient, head)
+        elif found.hidden.dtype != gradient.dtype:
+            found.hidden[start:end] = torch.mm(gradient, head.weight)
+        else:
+            torch.mm(gradient, head.weight, out=found.hidden[start:end])
 
 
 def _through_weight(gradient: Tensor, head: Head) -> Tensor:

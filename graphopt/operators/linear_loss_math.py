@@ -26,7 +26,7 @@ _CAST_BLOCK_ELEMENTS = 2**20
 
 @dataclass(frozen=True)
 class Head:
-    """hidden: [N,D]; weight: [V,D], any dense layout; bias: [V] or None; all of one dtype."""
+    """hidden: [N,D]; weight: [V,D], any dense layout; bias: [V] or None. Their dtypes may differ."""
 
     hidden: Tensor
     weight: Tensor
@@ -35,7 +35,7 @@ class Head:
     @property
     def dtype(self) -> torch.dtype:
         """What logits and sums are computed in."""
-        return torch.promote_types(self.hidden.dtype, torch.float32)
+        return torch.promote_types(torch.promote_types(self.hidden.dtype, self.weight.dtype), torch.float32)
 
 
 @dataclass(frozen=True)
@@ -109,10 +109,10 @@ def cast_block(features: int) -> int:
 
 def project(out: Tensor, hidden: Tensor, head: Head) -> None:
     """Write ``hidden W^T + b`` into ``out``; a weight of lower precision is converted block by block."""
+    hidden = hidden.to(out.dtype)
     if head.weight.dtype == out.dtype:
         torch.mm(hidden, head.weight.t(), out=out)
     else:
-        hidden = hidden.to(out.dtype)
         for start, end in pieces(head.weight.shape[0], cast_block(head.weight.shape[1])):
             torch.mm(hidden, head.weight[start:end].to(out.dtype).t(), out=out[:, start:end])
     if head.bias is not None:

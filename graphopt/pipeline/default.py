@@ -5,12 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 
 from graphopt.ir.program import Stage
+from graphopt.passes.batch_updates import BatchUpdates
 from graphopt.passes.decide_memory import DecideMemory
 from graphopt.passes.dedupe import Dedupe
+from graphopt.passes.defer_head_gradient import DeferHeadGradient
 from graphopt.passes.drop_dead import DropDead
 from graphopt.passes.fold_constants import FoldConstants
 from graphopt.passes.fold_identities import FoldIdentities
 from graphopt.passes.fuse_linear_loss import FuseLinearLoss
+from graphopt.passes.lower_precision import LowerPrecision
 from graphopt.passes.merge_loss_gradient import MergeLossGradient
 from graphopt.passes.offload import Offload
 from graphopt.passes.order_for_lifetime import OrderForLifetime
@@ -19,23 +22,35 @@ from graphopt.passes.recompute import Recompute
 from graphopt.passes.release_gradients import ReleaseGradients
 from graphopt.passes.restore_attention import RestoreAttention
 from graphopt.passes.reuse_last_use import ReuseLastUse
+from graphopt.passes.scatter_embedding_gradient import ScatterEmbeddingGradient
 from graphopt.passes.scatter_loss_gradient import ScatterLossGradient
 from graphopt.passes.simplify_algebra import SimplifyAlgebra
 from graphopt.pipeline.pass_base import Pass
 from graphopt.pipeline.pipeline import Pipeline
 from graphopt.planner.decide import NO_REQUEST, MemoryRequest
+from graphopt.precision import FULL, Precision
 
 
-def forward_pipeline() -> Pipeline:
-    """What runs before differentiation."""
+def forward_pipeline(precision: Precision = FULL) -> Pipeline:
+    """What runs before differentiation; ``precision``: what to compute in."""
     return Pipeline(
         (
             DropDead(),  # first: what nobody asked for need not be looked at again
             RestoreAttention(),  # before differentiation: the backward of attention follows its forward form
             FuseLinearLoss(),  # before differentiation: the fused loss brings a backward of its own
             DropDead(),  # masks, repeated heads and logits that the two left behind
+            *precision_passes(precision),
         )
     )
+
+
+def precision_passes(precision: Precision) -> tuple[Pass, ...]:
+    """The passes that lower the compute type; none for float32."""
+    if not precision.lowers:
+        return ()
+    lower = LowerPrecision(precision.compute, "|".join(precision.keep_fp32), precision.residual)
+    # After what looks for patterns, which casts would hide; before differentiation: a gradient has its value's dtype.
+    return (lower, DropDead())
 
 
 def joint_pipeline() -> Pipeline:
@@ -57,15 +72,25 @@ def step_pipeline(memory: MemoryRequest = NO_REQUEST) -> Pipeline:
     """What runs on the whole step, update included; ``memory``: the checkpoint policy and the budget."""
     return Pipeline(
         (
+            *gradient_passes(memory),  # before merging, which would make the whole gradient with the loss
             MergeLossGradient(),  # here alone is it known that the gradient is taken in the same step
             Dedupe(),  # bias corrections and other numbers that parameters share
             DropDead(),  # their duplicates
+            ScatterEmbeddingGradient(),  # behind the appended window too, which may be what rows are added to
             ReleaseGradients(),  # before writing in place, which it makes possible where the gradient is
             OrderForLifetime(),  # when updates are where they run; it counts on the writes in place that follow
             *memory_passes(memory),
-            ReuseLastUse(),  # last: from here on the program writes in place
+            ReuseLastUse(),  # last but one: from here on the program writes in place
+            BatchUpdates(),  # behind it: what writes in place needs no names for its results, and can be one call
         )
     )
+
+
+def gradient_passes(memory: MemoryRequest) -> tuple[Pass, ...]:
+    """The passes that let gradients come later, where computing again is asked for or may be."""
+    if memory.budget is None and not memory.recomputes:
+        return ()
+    return (DeferHeadGradient(memory.budget, memory.reserved_bytes),)
 
 
 def memory_passes(memory: MemoryRequest) -> tuple[Pass, ...]:
@@ -82,11 +107,11 @@ def memory_passes(memory: MemoryRequest) -> tuple[Pass, ...]:
     )
 
 
-def default_pipeline(stage: Stage, memory: MemoryRequest = NO_REQUEST) -> Pipeline:
+def default_pipeline(stage: Stage, memory: MemoryRequest = NO_REQUEST, precision: Precision = FULL) -> Pipeline:
     """The default pipeline of a stage."""
     if stage is Stage.STEP:
         return step_pipeline(memory)
-    return {Stage.FORWARD: forward_pipeline, Stage.JOINT: joint_pipeline}[stage]()
+    return forward_pipeline(precision) if stage is Stage.FORWARD else joint_pipeline()
 
 
 def with_less_room(pipeline: Pipeline, *, reserved_bytes: int, margin_bytes: int) -> Pipeline:

@@ -60,7 +60,7 @@ class Pass(ABC):
     after: ClassVar[tuple[str, ...]] = ()
     """Names of passes that must not come later in the same pipeline."""
     in_place: ClassVar[bool] = False
-    """Whether the result may hold in-place operators; such a pass is the last of its pipeline."""
+    """Whether the result may hold in-place operators; only such passes follow such a pass."""
 
     @abstractmethod
     def apply(self, program: Program) -> Changes:

@@ -182,10 +182,9 @@ def _check_order(passes: tuple[Pass, ...]) -> None:
         later = [other.name for other in passes[position + 1 :] if other.name in item.after]
         if later and not any(other.name in later for other in passes[:position]):
             raise PipelineError(f"pass {item.name} must come after {', '.join(later)}; move it behind")
-        if item.in_place and position != len(passes) - 1:
-            raise PipelineError(
-                f"pass {item.name} writes in place and must be the last; {passes[position + 1].name} follows"
-            )
+        functional = next((other.name for other in passes[position + 1 :] if not other.in_place), None)
+        if item.in_place and functional is not None:
+            raise PipelineError(f"pass {item.name} writes in place and must be the last; {functional} follows")
 
 
 def _check_numerics(passes: tuple[Pass, ...], allowed: frozenset[Numerics]) -> None:

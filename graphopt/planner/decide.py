@@ -48,6 +48,11 @@ class MemoryRequest:
         return self.policy is None and self.budget is None
 
     @property
+    def recomputes(self) -> bool:
+        """Whether the policy computes values again."""
+        return any(not isinstance(part, Offload) for part in policy_parts(self.policy))
+
+    @property
     def offload(self) -> Offload | None:
         """The part of the policy that moves values to host memory."""
         return next((part for part in policy_parts(self.policy) if isinstance(part, Offload)), None)

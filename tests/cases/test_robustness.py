@@ -31,9 +31,9 @@ def square_loss(out, batch):
 
 def compile_seconds(depth: int) -> float:
     step = graphopt.compile(blocks(depth), outputs=["loss"], loss=square_loss, optimizer=optim.AdamW())
-    started = time.perf_counter()
+    started = time.process_time()
     step(torch.randn(2, 8))
-    return time.perf_counter() - started
+    return time.process_time() - started
 
 
 def test_compile_time_grows_linearly_with_depth():
@@ -71,10 +71,10 @@ def test_diamond_chain_is_not_walked_exponentially():
     seconds = []
     for _ in range(3):
         model = Diamond()
-        started = time.perf_counter()
+        started = time.process_time()
         out = graphopt.compile(model, outputs=["loss"])()
         out.loss.backward()
-        seconds.append(time.perf_counter() - started)
+        seconds.append(time.process_time() - started)
     assert min(seconds) < 2.0
     assert out.loss == 1.5 * 2.0**60 and model.w.grad == 2.0**60
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -162,6 +162,23 @@ def test_low_precision_inputs_are_summed_in_float32(dtype, softcap):
             assert error <= max(torch.finfo(dtype).eps, 1e-5)
 
 
+@pytest.mark.parametrize("low", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("softcap", [0.0, 5.0])
+def test_hidden_rows_may_be_lower_than_the_weight(low, softcap):
+    """As mixed precision has it: the weight is read as it is stored, and its gradient is never in the low type."""
+    case = make_case(123, 301, 16, dtype=torch.float32, bias=True, softcap=softcap)
+    hidden = case.hidden.detach().to(low).requires_grad_()
+    case = replace(case, hidden=hidden)
+    wide = replace(case, hidden=hidden.detach().float().requires_grad_())
+
+    for form, found in results(case, 32, torch.ones(())).items():
+        expected = results(wide, 32, torch.ones(()))[form]
+        assert [value.dtype for value in found] == [torch.float32, low, torch.float32, torch.float32]
+        assert torch.equal(found[1], expected[1].to(low))
+        for position in (0, 2, 3):
+            assert torch.equal(found[position], expected[position])
+
+
 def test_gradient_of_the_log_sum_exp_is_added():
     case = make_case(30, 17, 5, softcap=3.0)
     logits = 3.0 * torch.tanh(F.linear(case.hidden, case.weight) / 3.0)
@@ -225,8 +242,13 @@ def test_gradients_that_nobody_asks_for_have_no_element():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("reduction", range(3), ids=REDUCTIONS)
-def test_fake_values_autograd_and_schema_are_what_torch_demands(dtype, reduction):
-    case = make_case(12, 10, 4, dtype=dtype, bias=True, weighted=True, reduction=reduction)
+@pytest.mark.parametrize("is_mixed", [False, True])
+def test_fake_values_autograd_and_schema_are_what_torch_demands(dtype, reduction, is_mixed):
+    case = make_case(
+        12, 10, 4, dtype=torch.float32 if is_mixed else dtype, bias=True, weighted=True, reduction=reduction
+    )
+    if is_mixed:
+        case = replace(case, hidden=case.hidden.detach().to(dtype).requires_grad_())
     torch.library.opcheck(linear_cross_entropy, case.arguments(5, torch.float32))
     with torch.no_grad():
         loss, _, lse = linear_cross_entropy(*case.arguments(5, torch.float32))

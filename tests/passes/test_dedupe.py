@@ -261,9 +261,9 @@ def test_merges_two_chains_of_1500_in_linear_time():
         return left + right
 
     program = joint_of(function, torch.randn(2, 2))
-    started = time.perf_counter()
+    started = time.process_time()
     assert Dedupe().apply(program).count == 1500
-    assert time.perf_counter() - started < 10
+    assert time.process_time() - started < 10
     assert len(program.ops()) == 1501 and plan_memory(program).peak_bytes == 32
 
 

@@ -311,9 +311,9 @@ def test_folds_a_chain_of_3000_copies_in_linear_time():
         return function
 
     program = joint_of(chain(1500), torch.randn(2, 2))
-    started = time.perf_counter()
+    started = time.process_time()
     changes = FoldIdentities().apply(program)
     assert targets(program)[-1] == "add" and len(program.ops()) <= 3
     assert changes.count >= 2998
-    assert time.perf_counter() - started < 10
+    assert time.process_time() - started < 10
     assert plan_memory(program).peak_bytes == 16

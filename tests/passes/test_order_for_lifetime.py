@@ -276,9 +276,9 @@ def test_large_graphs_are_ordered_in_near_linear_time():
         return sum(((x + i).expand(8, 4, 6).exp().sum(0) @ x.t()).sum() for i in range(300))
 
     def seconds(program: Program) -> float:
-        started = time.perf_counter()
+        started = time.process_time()
         assert OrderForLifetime().apply(program).count > 0
-        return time.perf_counter() - started
+        return time.process_time() - started
 
     program = shuffled(step_of(chains, X))
     assert len(program.ops()) > 2000

@@ -313,7 +313,7 @@ def test_simplifies_a_chain_of_3000_operators_in_linear_time():
         return x + 1
 
     program = joint_of(function, torch.randn(2))
-    started = time.perf_counter()
+    started = time.process_time()
     assert SimplifyAlgebra().apply(program) == Changes(3000)
-    assert time.perf_counter() - started < 10
+    assert time.process_time() - started < 10
     assert targets(program) == ["add"]

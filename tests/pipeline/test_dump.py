@@ -14,7 +14,8 @@ from torch import nn
 import graphopt
 from graphopt.errors import GraphoptError
 from graphopt.execute.emit import emit_source
-from graphopt.ir.program import Origin, Program, Stage
+from graphopt.ir.origin import Origin
+from graphopt.ir.program import Program, Stage
 from graphopt.ir.spec import Signature
 from graphopt.passes.dedupe import Dedupe
 from graphopt.passes.drop_dead import DropDead

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from graphopt.execute.backend import Backend
-from graphopt.ir.program import Origin
+from graphopt.ir.origin import Origin
 from graphopt.pipeline.pass_base import Refusal
 from graphopt.report.build import build_report
 from graphopt.report.data import Report

@@ -37,6 +37,11 @@ def two_layers() -> tuple[TwoLayers, dict[str, torch.Tensor]]:
     return TwoLayers(), {"x": torch.randn(8, 16), "target": torch.randn(8, 4)}
 
 
+def training_program_of(model: nn.Module, batch: Mapping[str, Any]) -> Program:
+    """The joint program of ``model`` after the joint passes, its loss alone asked for."""
+    return default_pipeline(Stage.JOINT).run(training_program(model, batch, outputs=["loss"]))
+
+
 def step_program(
     model: nn.Module, batch: Mapping[str, Any], *, optimizer: Optimizer | None = None, clip: bool = True
 ) -> Program:

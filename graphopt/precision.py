@@ -1,0 +1,82 @@
+"""What precision a step is computed in, as a checked value."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from graphopt.errors import UnsupportedError
+
+Compute = Literal["bf16", "fp16", "fp32"]
+Master = Literal["fp32", "stochastic", "remainder", "none"]
+Residual = Literal["auto", "compute", "fp32"]
+
+
+@dataclass(frozen=True)
+class Precision:
+    """How a step computes, and what its optimizer keeps of parameters.
+
+    ``compute``: the type of matrix products and of what lies between them; "fp32" lowers nothing. ``master``: how
+    parameters of two bytes an element are updated: "fp32" (a float32 copy is, and cast back), "stochastic" (rounded up
+    or down by chance), "remainder" (bfloat16 with 16 more bits, exact), "none" (in their own dtype, as torch does).
+    ``keep_fp32``: patterns of module paths, such as "lm_head" or
+    "*.wo"; what runs in such a module, or below it, stays in float32.
+
+    ``residual``: the type of sums that run through all layers. "compute": two bytes an element, as a model in bfloat16
+    has it. "fp32": sums are kept in float32 as under ``torch.autocast``, and what backward needs of them is kept in
+    the compute type where an operator takes it so. "auto": "compute" for bf16, whose range is float32's, and "fp32" for
+    fp16, where a sum may leave the range.
+    """
+
+    compute: Compute = "bf16"
+    master: Master = "fp32"
+    keep_fp32: tuple[str, ...] = ()
+    residual: Residual = "auto"
+
+    def __post_init__(self) -> None:
+        if isinstance(self.keep_fp32, str):
+            raise UnsupportedError(
+                f"keep_fp32 expects a tuple of module patterns, came the string {self.keep_fp32!r}: write "
+                f"keep_fp32=({self.keep_fp32!r},)"
+            )
+        object.__setattr__(self, "keep_fp32", tuple(self.keep_fp32))
+        _check_choice("compute", self.compute, get_args(Compute))
+        _check_choice("master", self.master, get_args(Master))
+        _check_choice("residual", self.residual, get_args(Residual))
+        wrong = [pattern for pattern in self.keep_fp32 if not isinstance(pattern, str) or not pattern]
+        if wrong:
+            raise UnsupportedError(f"keep_fp32 expects module patterns such as 'lm_head' or '*.wo', came {wrong}")
+
+    @property
+    def lowers(self) -> bool:
+        """Whether anything is computed in less than float32."""
+        return self.compute != "fp32"
+
+
+def precision_of(value: Any) -> Precision:
+    """The Precision that a user's ``precision=`` means; UnsupportedError for anything else."""
+    if isinstance(value, Precision):
+        return value
+    if value == "fp8":
+        raise UnsupportedError(
+            "precision='fp8' is not part of this version: there are 'fp32', 'bf16' and 'fp16', or a graphopt.Precision"
+        )
+    if value == FULL.compute:
+        return FULL
+    if value in get_args(Compute):
+        return Precision(compute=value)
+    raise UnsupportedError(
+        f"precision expects 'fp32', 'bf16', 'fp16' or a graphopt.Precision, came {value!r}; float32 is 'fp32', "
+        "bfloat16 'bf16', float16 'fp16'"
+    )
+
+
+def _check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
+    if value in choices:
+        return
+    later = " (fp8 is not part of this version)" if value == "fp8" else ""
+    raise UnsupportedError(f"{name} expects one of {', '.join(map(repr, choices))}, came {value!r}{later}")
+
+
+FULL = Precision(compute="fp32", master="none")
+"""Everything as the model has it, parameters of two bytes an element included: the step that torch takes."""
