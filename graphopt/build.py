@@ -22,8 +22,8 @@ from graphopt.execute.backend import ATEN, Backend, choose_backend
 from graphopt.execute.executable import Executable, build_executable
 from graphopt.execute.far_memory import FarMemory
 from graphopt.execute.model_view import view_model
-from graphopt.execute.shared_memory import overlapping_tensors
 from graphopt.execute.paging.rules import install_rules
+from graphopt.execute.shared_memory import overlapping_tensors
 from graphopt.execute.workspace import MeasuredWorkspace
 from graphopt.ir.embeddings import embedding_tables
 from graphopt.ir.hazards import protect_backward_reads, separate_updates

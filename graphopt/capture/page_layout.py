@@ -9,9 +9,11 @@ and a range of a parameter's elements is one run in each::
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from graphopt.ir.spec import TensorSpec
 from graphopt.optim.state import StateSlot
@@ -58,6 +60,15 @@ class PageLayout:
     numel: int
     slots: tuple[PagedSlot, ...]
     nbytes: int
+
+
+def layout_of(tensors: Mapping[str, Tensor], parameter: TensorSpec, block: int) -> PageLayout:
+    """The layout for state that is there: one element for each of the parameter's, or one a ``block`` of them."""
+    slots = []
+    for name, tensor in tensors.items():
+        is_by_blocks = tuple(tensor.shape) != parameter.shape
+        slots.append(StateSlot(name, tensor.dtype, block if is_by_blocks else None))
+    return page_layout(tuple(slots), parameter.numel, parameter.dtype)
 
 
 def page_layout(slots: tuple[StateSlot, ...], numel: int, updated_dtype: torch.dtype) -> PageLayout:

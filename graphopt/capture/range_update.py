@@ -95,7 +95,9 @@ def rule_name(rule: RangeRule) -> str:
 def rule_named(name: str) -> RangeRule:
     """The rule called ``name``; StateError for one of another process."""
     if name not in _RULES:
-        raise StateError(f"there is no rule {name!r} in this process: a program with paged state runs where it was made")
+        raise StateError(
+            f"there is no rule {name!r} in this process: a program with paged state runs where it was made"
+        )
     return _RULES[name]
 
 
@@ -195,7 +197,7 @@ class _RangeWriter:
         return self._emit(aten.div.Tensor if self.rule.divides else aten.mul.Tensor, gradient, factor)
 
     def _applied(self, factor: fx.Node | None) -> fx.Node | None:
-        """Whether the update counts (bool[]), where that is decided on a device; the host of a CPU decides by itself."""
+        """Whether the update counts (bool[]), where that is decided on a device; on a CPU the host decides."""
         if factor is None or self.rule.device.type == "cpu" or self.rule.bucket.is_by_blocks:
             return None
         return self._emit(aten.eq.Scalar, self._emit(aten.sub.Tensor, factor, factor), 0)
@@ -204,9 +206,7 @@ class _RangeWriter:
         if applied is not None:
             value = self._emit(aten.where.self, applied, value, old)
         output = Output(name, kind, self.program.spec(value))
-        self.program.set_outputs(
-            [*self.program.output_values(), value], [*self.program.signature.outputs, output]
-        )
+        self.program.set_outputs([*self.program.output_values(), value], [*self.program.signature.outputs, output])
 
     def _emit(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
         return self.program.insert_before(self.program.output_node(), target, *args, **kwargs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 
 from graphopt.capture.loss_weight import LossWeight
-from graphopt.capture.page_layout import PageLayout
+from graphopt.capture.page_layout import PageLayout, layout_of
 from graphopt.capture.range_update import PAGES, pages_layout
 from graphopt.capture.update_bucket import MASTER, UPDATE_NUMBER, UpdateBucket, make_bucket
 from graphopt.errors import StateError
@@ -68,6 +69,9 @@ class TrainState:
         self.facade = OptimizerFacade(optimizer, parameters)
         self.paging = PageStore(optimizer)
         self.layouts: dict[str, PageLayout] = {}
+        if self.paging.is_on:
+            me = weakref.ref(self)  # the facade outlives nothing of a step
+            self.facade.register_load_state_dict_post_hook(lambda _: _repage(me()))
         self.known = dict(parameters)
         self.window = Window()
         self.scaler: LossScaler | None = None
@@ -236,10 +240,18 @@ class TrainState:
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Restore what ``state_dict`` gave. Everything is checked before anything is changed."""
         self._check(saved)
+        self._decide_by_size(saved["state"])
+        paged = {name: values for name, values in saved["state"].items() if self.paging.is_paged(name)}
+        self._reserve(paged)
         self.facade.state.clear()
         for name, values in saved["state"].items():
             parameter = self.known[name]
-            self.facade.state[parameter] = {key: _copied(value, parameter) for key, value in values.items()}
+            # What is paged is copied straight into its pages, never whole into ordinary memory.
+            there = _paged_part(values) if name in paged else {}
+            copied = {key: _copied(value, parameter) for key, value in values.items() if key not in there}
+            self.facade.state[parameter] = {**values, **copied}
+            if name in paged:
+                self._pages(name, self.facade.state[parameter])
         for group, options in zip(self.facade.param_groups, saved["groups"], strict=True):
             group.update({key: _restored(value) for key, value in options.items() if key != "params"})
             group["params"] = [self.known[name] for name in options["params"]]
@@ -249,6 +261,32 @@ class TrainState:
         if self.scaler is not None and saved.get("loss_scale") is not None:
             self.scaler.load_state_dict(saved["loss_scale"])
         _restore_random_state(saved["random"])
+
+    def _page_loaded(self) -> None:
+        """Page what was loaded through ``facade`` alone, as torch does it: into new tensors."""
+        loaded = {name: self.facade.state[p] for name, p in self.known.items() if p in self.facade.state}
+        self._decide_by_size(loaded)
+        paged = {name: values for name, values in loaded.items() if self.paging.is_paged(name)}
+        self._reserve(paged)
+        for name, values in paged.items():
+            self._pages(name, values)
+
+    def _decide_by_size(self, states: Mapping[str, Mapping[str, Any]]) -> None:
+        """Decide what is paged from state that is there, before a first step has said what there will be."""
+        sizes = {
+            name: sum(tensor.nbytes for tensor in _paged_part(states[name]).values())
+            for name in self.paging.undecided(states)
+        }
+        self.paging.decide(sizes, self.known)
+
+    def _reserve(self, states: Mapping[str, Mapping[str, Any]]) -> None:
+        """Make room for all of ``states`` before anything is changed."""
+        block_format = getattr(self.optimizer, "block_format", None)
+        for name, values in states.items():
+            parameter = self.known[name]
+            block = 1 if block_format is None else block_format.block
+            self.layouts[name] = layout_of(_paged_part(values), TensorSpec.of(parameter), block)
+            self.paging.reserve(name, self.layouts[name], parameter)
 
     def _load_window(self, window: Mapping[str, Any]) -> None:
         self.window = Window()
@@ -317,6 +355,16 @@ def _copied(value: Any, parameter: torch.Tensor) -> Any:
     if value.shape != parameter.shape:
         return value.clone() if value.dim() == 0 else value.to(parameter.device, copy=True)
     return torch.empty_like(parameter, dtype=value.dtype, requires_grad=False).copy_(value)
+
+
+def _repage(state: TrainState | None) -> None:
+    if state is not None:
+        state._page_loaded()
+
+
+def _paged_part(values: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """The tensors of a parameter's state that are paged where its state is; the count of steps is not."""
+    return {key: value for key, value in values.items() if isinstance(value, torch.Tensor) and key != "step"}
 
 
 def _restored(value: Any) -> Any:

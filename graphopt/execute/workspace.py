@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from graphopt.execute.measure import memory_changes
+from graphopt.execute.paging.trial import trial_arguments
 from graphopt.ir import ops
 from graphopt.ir.program import Program
 from graphopt.ir.spec import TensorSpec
@@ -117,7 +118,7 @@ def _key(node: fx.Node) -> Any:
 
 def _measure(unknown: dict[Any, fx.Node]) -> None:
     for key, node in unknown.items():
-        arguments = fx.map_arg((node.args, node.kwargs), _real_zeros)
+        arguments = trial_arguments(node) or fx.map_arg((node.args, node.kwargs), _real_zeros)
 
         def call(node: fx.Node = node, arguments: Any = arguments) -> Any:
             return node.target(*arguments[0], **arguments[1])  # type: ignore[operator]

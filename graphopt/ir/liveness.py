@@ -37,7 +37,8 @@ class MemoryPlan:
 
     ``free_after[i]``: nodes whose names are deleted after ``order[i]``; ``write_after[i]``: updates written there
     (before the deletions); ``write_at_end``: updates written when all has succeeded. ``peak_bytes`` is above
-    ``resident_bytes`` (inputs and constants that are not far); ``live_bytes[i]`` is what is held while ``order[i]`` runs.
+    ``resident_bytes`` (inputs, but for far ones, and constants); ``live_bytes[i]`` is what is held while ``order[i]``
+    runs.
     """
 
     order: tuple[fx.Node, ...]

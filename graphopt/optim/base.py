@@ -29,8 +29,8 @@ class ParameterUpdate:
     """What a rule gets for one parameter: its node, its gradient, its state by name, and the group's numbers.
 
     A rule in ATen gets all in one dtype, the gradient scaled. A rule by blocks gets them as they are, with what the
-    gradient is still to be multiplied by: ``factor``, one float32 (None: nothing). ``seed`` and ``offset``: of the random
-    numbers of its elements; ``rounds_stochastically``: whether the new parameter is rounded by chance.
+    gradient is still to be multiplied by: ``factor``, one float32 (None: nothing). ``seed`` and ``offset``: of the
+    random numbers of its elements; ``rounds_stochastically``: whether the new parameter is rounded by chance.
     """
 
     parameter: fx.Node
@@ -60,7 +60,7 @@ class Optimizer(ABC):
 
     ``paged``: the state lies outside ordinary memory (CPU: in a memory-mapped file in the folder ``page_dir``, default
     that of temporary files; CUDA: in page-locked memory of the host) and streams in by ranges for the update.
-    ``page_limit``: how many bytes of it, as a number or text such as "64MiB", may stay in ordinary memory between steps.
+    ``page_limit``: how many bytes of it, as a number or text such as "64MiB", may stay in ordinary memory.
     """
 
     lr: float

@@ -29,8 +29,8 @@ _MAPS = Path("/proc/self/smaps")
 
 @dataclass(eq=False)
 class PageMemory:
-    """``pages``: u8[bytes] in far memory; ``copier`` moves ranges of it, ``meter`` counts them; ``is_map``: whether it is
-    a map of a file; ``process``: whose it is.
+    """``pages``: u8[bytes] in far memory; ``copier`` moves ranges of it, ``meter`` counts them; ``is_map``: whether it
+    is a map of a file; ``process``: whose it is.
     """
 
     pages: Tensor
@@ -126,8 +126,8 @@ def _write_zeros(handle: int, nbytes: int) -> None:
 
 def _no_room(nbytes: int, where: str, error: OSError) -> StateError:
     return StateError(
-        f"paged state needs a file of {format_bytes(nbytes)} in {where!r}, which the system refused ({error.strerror}); "
-        "nothing has been changed: make room, or give another folder with page_dir="
+        f"paged state needs a file of {format_bytes(nbytes)} in {where!r}, which the system refused "
+        f"({error.strerror}); nothing has been changed: make room, or give another folder with page_dir="
     )
 
 

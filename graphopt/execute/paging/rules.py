@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from graphopt.capture.range_update import RangeRule, rule_named
 from graphopt.capture.update import range_update_program
 from graphopt.errors import StateError
-from graphopt.execute.executable import Executable
 from graphopt.ir import ops
 from graphopt.ir.program import Program
+
+if TYPE_CHECKING:
+    # An executable measures what operators allocate, the updates of paged state among them.
+    from graphopt.execute.executable import Executable
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -43,7 +43,7 @@ class PagingStatistics:
 
 
 @dataclass(frozen=True)
-class _Paged:
+class PagedState:
     """The pages of one parameter, and the state tensors in them by name."""
 
     memory: PageMemory
@@ -64,7 +64,7 @@ class PageStore:
         self.folder = optimizer.page_dir
         self.meter = Meter()
         self._kept: dict[str, int] = {}
-        self._paged: dict[str, _Paged | None] = {}
+        self._paged: dict[str, PagedState | None] = {}
         self._copiers: dict[torch.device, Copier] = {}
         self._warned = False
 
@@ -83,7 +83,7 @@ class PageStore:
         """Whether the state of ``name`` lies in far memory; decided before."""
         return name in self._paged
 
-    def undecided(self, parameters: Mapping[str, Tensor]) -> tuple[str, ...]:
+    def undecided(self, parameters: Iterable[str]) -> tuple[str, ...]:
         """The names for which ``decide`` is still to be called; none where nothing is paged."""
         if not self.is_on:
             return ()
@@ -115,13 +115,9 @@ class PageStore:
 
         ``initial(slot, tensor)`` fills those that ``state`` does not have. What belongs to no slot stays as it is.
         """
-        found = self._paged.get(name)
-        if found is not None and found.layout == layout:
-            found.memory.check_process()
-            if all(state.get(slot) is tensor for slot, tensor in found.tensors.items()):
-                return found.memory.pages
-        else:
-            found = self._new(layout, parameter)
+        found = self.reserve(name, layout, parameter)
+        if all(state.get(slot) is tensor for slot, tensor in found.tensors.items()):
+            return found.memory.pages
         for slot, tensor in found.tensors.items():
             if slot in state:
                 tensor.copy_(state[slot])
@@ -129,10 +125,19 @@ class PageStore:
                 initial(slot, tensor)
             state[slot] = tensor
             found.memory.evict()
-        self._paged[name] = found
         return found.memory.pages
 
-    def _new(self, layout: PageLayout, parameter: Tensor) -> _Paged:
+    def reserve(self, name: str, layout: PageLayout, parameter: Tensor) -> PagedState:
+        """Far memory for the state of ``name``: what it has, if that is laid out so, or new. What was in other memory
+        stays there for whoever holds its tensors.
+        """
+        found = self._paged.get(name)
+        if found is None or found.layout != layout:
+            found = self._paged[name] = self._new(layout, parameter)
+        found.memory.check_process()
+        return found
+
+    def _new(self, layout: PageLayout, parameter: Tensor) -> PagedState:
         device = parameter.device
         if device not in self._copiers:
             self._copiers[device] = new_copier(device)
@@ -141,7 +146,7 @@ class PageStore:
         )
         if memory.is_map:
             self._warn_once()
-        return _Paged(memory, layout, _tensors(memory.pages, layout, parameter))
+        return PagedState(memory, layout, _tensors(memory.pages, layout, parameter))
 
     def _warn_once(self) -> None:
         if self._warned:
