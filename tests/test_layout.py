@@ -33,7 +33,7 @@ IMPORTS: dict[str, frozenset[str]] = {
     "options": frozenset({"errors", "optim", "loss_scale", "checkpoint", "planner", "pipeline"}),
     "user_files": frozenset({"errors", "pipeline"}),
     "capture": frozenset({"errors", "ir", "operators", "optim", "loss_scale"}),
-    "execute": frozenset({"errors", "ir", "optim", "loss_scale", "capture"}),
+    "execute": frozenset({"errors", "ir", "operators", "optim", "loss_scale", "capture"}),
     "report": frozenset({"errors", "ir", "pipeline", "capture", "execute"}),
     "train": frozenset({"errors", "ir", "execute"}),
     "build": frozenset(

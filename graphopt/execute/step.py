@@ -26,6 +26,7 @@ from graphopt.execute.interrupts import held_interrupts
 from graphopt.execute.ledger import UpdateFacts, UpdateLedger
 from graphopt.execute.loss_scaler import make_scaler
 from graphopt.execute.model_view import ModelView, eval_mode, view_model
+from graphopt.execute.paging.store import PagingStatistics
 from graphopt.execute.shared_memory import apart_from
 from graphopt.execute.state_inputs import no_state, state_source
 from graphopt.execute.train_state import TrainState
@@ -185,7 +186,7 @@ class TrainStep:
         part = self._gradient(bound, view)
         compiled = self.steps.get(
             (batch_key(bound), view.key, ambient_key()),
-            lambda: _Compiled(part, self._micro_executable(part, view), (), view.modules),
+            lambda: _Compiled(part, self._micro_executable(part), (), view.modules),
             describe=describe_batch(bound),
         )
         executable = self.last_executable = compiled.executable
@@ -213,14 +214,9 @@ class TrainStep:
             self._end_window(view)
         return result
 
-    def _micro_executable(self, part: Any, view: ModelView) -> Executable:
+    def _micro_executable(self, part: Any) -> Executable:
         """The micro-step, planned beside the optimizer state, which it does not read but which is there."""
-        state_bytes = sum(
-            bucket.state_bytes(TensorSpec.of(view.parameters[name]))
-            for bucket in self.state.buckets(part.reached)
-            if not bucket.is_paged
-            for name in bucket.parameters
-        )
+        state_bytes = self.state.near_bytes(part.reached)
         return self.builder.micro_step(part, reserved_bytes=state_bytes)
 
     def _end_window(self, view: ModelView) -> None:
@@ -318,6 +314,11 @@ class TrainStep:
             )
 
     # ---- state ---------------------------------------------------------------------------------------------------
+
+    @property
+    def paging(self) -> PagingStatistics:
+        """Whose optimizer state is paged, how much of it is where, and what has been moved."""
+        return self.state.paging.statistics()
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:

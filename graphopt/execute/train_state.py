@@ -136,6 +136,15 @@ class TrainState:
                 self.layouts.update({name: pages_layout(bucket, spec) for name, spec in specs.items()})
         return buckets
 
+    def near_bytes(self, names: tuple[str, ...]) -> int:
+        """Bytes of the state of ``names`` that lies in ordinary memory."""
+        return sum(
+            bucket.state_bytes(TensorSpec.of(self.known[name]))
+            for bucket in self.buckets(names)
+            for name in bucket.parameters
+            if not bucket.is_paged
+        )
+
     def _decide_paging(self) -> None:
         """Decide for all trainable parameters at once which of them keep their state in ordinary memory."""
         trained = {name: parameter for name, parameter in self.known.items() if parameter.requires_grad}
@@ -143,8 +152,10 @@ class TrainState:
         for name in self.paging.undecided(trained):
             parameter, options = trained[name], self.facade.param_groups[self.facade.group_of(trained[name])]
             kept, weights = self.choice(name).format, self.choices.weights(name, parameter)
-            one = {"name": "", "parameters": (name,), "state_format": kept, "weights": weights}
-            sizes[name] = make_bucket(self.optimizer, options, **one).state_bytes(TensorSpec.of(parameter))
+            bucket = make_bucket(
+                self.optimizer, options, name="", parameters=(name,), state_format=kept, weights=weights
+            )
+            sizes[name] = bucket.state_bytes(TensorSpec.of(parameter))
         self.paging.decide(sizes, trained)
 
     def choice(self, name: str) -> StateChoice:

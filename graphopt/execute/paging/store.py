@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from graphopt.capture.page_layout import PageLayout
-from graphopt.errors import UnsupportedError
+from graphopt.errors import StateError, UnsupportedError
 from graphopt.execute.paging.engine import new_copier
 from graphopt.execute.paging.flat_ranges import is_dense
 from graphopt.execute.paging.page_memory import PageMemory, new_page_memory
@@ -100,6 +100,13 @@ class PageStore:
                 left -= nbytes
             else:
                 self._paged[name] = None
+
+    def pages_of(self, name: str) -> Tensor:
+        """The pages of ``name``; StateError where it has none."""
+        found = self._paged.get(name)
+        if found is None:
+            raise StateError(f"the state of {name!r} is not paged; paged are {list(self._paged)}")
+        return found.memory.pages
 
     # ---- what ----------------------------------------------------------------------------------------------------
 
