@@ -12,6 +12,7 @@ from torch import Tensor
 
 from graphopt.capture.page_layout import PageLayout
 from graphopt.errors import StateError, UnsupportedError
+from graphopt.execute.cpu_copier import CopyPace, CpuCopier
 from graphopt.execute.paging.engine import new_copier
 from graphopt.execute.paging.flat_ranges import is_dense
 from graphopt.execute.paging.page_memory import PageMemory, new_page_memory
@@ -164,6 +165,12 @@ class PageStore:
             "costs reading and writing all of it at every update; page_dir= says where, page_limit= how much stays",
             self.folder or "in the folder for temporary files",
         )
+
+    def set_pace(self, pace: CopyPace) -> None:
+        """Slow CPU copies down from now on; for tests of what depends on their order."""
+        for copier in self._copiers.values():
+            if isinstance(copier, CpuCopier):
+                copier.set_pace(pace)
 
     def settle(self) -> None:
         """Return when all that was written to page-locked memory can be read by the host."""
