@@ -17,6 +17,7 @@ from graphopt.passes.merge_loss_gradient import MergeLossGradient
 from graphopt.passes.offload import Offload
 from graphopt.passes.order_for_lifetime import OrderForLifetime
 from graphopt.passes.pack_masks import PackMasks
+from graphopt.passes.prefetch_state import PrefetchState
 from graphopt.passes.recompute import Recompute
 from graphopt.passes.release_gradients import ReleaseGradients
 from graphopt.passes.restore_attention import RestoreAttention
@@ -40,6 +41,7 @@ BY_NAME: Mapping[str, type[Pass]] = {
     "offload": Offload,
     "order-for-lifetime": OrderForLifetime,
     "pack-masks": PackMasks,
+    "prefetch-state": PrefetchState,
     "recompute": Recompute,
     "release-gradients": ReleaseGradients,
     "restore-attention": RestoreAttention,

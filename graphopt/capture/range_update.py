@@ -131,7 +131,9 @@ def append_paged_update(
     )
     pages = add_pages(pages_spec(bucket, spec))
     values = [numbers[number] for number in bucket.numbers]
-    results = emit(PAGED_UPDATE, parameter, source.gradient, pages, factor, values, rule_name(rule), seed_of(name))
+    staging = rule.layout(min(rule.range_elements, spec.numel)).nbytes
+    place = (rule_name(rule), seed_of(name), staging)
+    results = emit(PAGED_UPDATE, parameter, source.gradient, pages, factor, values, *place)
     new, kept = (emit(operator.getitem, results, position) for position in (0, 1))
     return UpdatedParameter(new, {PAGES: kept})
 

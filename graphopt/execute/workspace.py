@@ -56,7 +56,8 @@ class MeasuredWorkspace:
 def _may_allocate(node: fx.Node) -> bool:
     if ops.is_getitem(node) or ops.is_scalar_op(node) or ops.is_view(node) or ops.is_factory(node):
         return False
-    if ops.is_transfer(node):  # it allocates its result alone, and cannot be tried: a ticket of zeros means nothing
+    # They allocate their result alone, and cannot be tried: a ticket of zeros means nothing.
+    if ops.is_transfer(node) or ops.is_page_in(node):
         return False
     tensors = list(_tensor_values(node.all_input_nodes))
     if not tensors or any(tensor.device.type != "cpu" for tensor in tensors):

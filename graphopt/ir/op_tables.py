@@ -84,6 +84,9 @@ TRANSFERS = frozenset(
     {transfer_ops.OFFLOAD, transfer_ops.OFFLOADED, transfer_ops.PREFETCH, transfer_ops.ARRIVED},
 )
 
+# They start a copy into the buffer that they return: two calls are never the same, and none may be tried.
+PAGE_INS = frozenset({paged_update.PAGE_IN})
+
 # The state of a parameter is updated where it lies, range by range.
 PAGED_UPDATES = frozenset({paged_update.PAGED_UPDATE, paged_update.PAGED_UPDATE_})
 

@@ -13,9 +13,10 @@ from graphopt.errors import StateError
 from graphopt.execute.cpu_copier import CopyPace
 from graphopt.execute.cuda_copier import CudaCopier
 from graphopt.execute.far_memory import FarMemory
-from graphopt.execute.paging.engine import NUM_STAGING, new_copier
+from graphopt.execute.paging.engine import NUM_STAGING
 from graphopt.execute.paging.flat_ranges import FlatRanges, flat, is_dense
 from graphopt.execute.paging.page_memory import known_memory, new_page_memory
+from graphopt.execute.paging.ranges import new_copier
 from graphopt.execute.parcel import Meter
 from tests.execute.test_cuda_copier import calls  # noqa: F401  a fixture
 from tests.support.paging import Tensors, assert_same_parameters, assert_same_state, in_small_ranges, pair
@@ -104,10 +105,9 @@ def test_files_are_private_and_gone_at_once(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    "parameter", [torch.randn(6, 5, 4), torch.randn(6, 5, 4).permute(2, 0, 1)], ids=["", "permuted"]
-)
-def test_pieces_follow_the_memory_of_the_parameter(parameter):
+@pytest.mark.parametrize("dims", [(0, 1, 2), (2, 0, 1)], ids=["contiguous", "permuted"])
+def test_pieces_follow_the_memory_of_the_parameter(dims):
+    parameter = torch.randn(6, 5, 4).permute(dims)
     other = torch.randn(parameter.shape[::-1]).permute(2, 1, 0)
     expected = flat(torch.empty_like(parameter).copy_(other))
     ranges = FlatRanges(other, parameter)

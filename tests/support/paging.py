@@ -11,8 +11,16 @@ import torch
 from torch import nn
 
 import graphopt
+from graphopt.build import training_program
+from graphopt.capture.update import UpdateRequest, append_update
+from graphopt.capture.update_bucket import make_bucket
+from graphopt.execute.executable import Executable, build_executable
+from graphopt.execute.paging.rules import install_rules
 from graphopt.execute.step import TrainStep
+from graphopt.ir.program import Program, Stage
+from graphopt.ir.spec import OutputKind
 from graphopt.optim import Optimizer
+from graphopt.pipeline.default import default_pipeline
 
 # ``graphopt.capture`` is a function too, which hides the package of that name.
 RANGE_UPDATE = sys.modules["graphopt.capture.range_update"]
@@ -67,3 +75,17 @@ def assert_same_state(step: TrainStep, other: TrainStep) -> None:
 def in_small_ranges(monkeypatch: pytest.MonkeyPatch, num_elements: int = 256) -> None:
     """Ranges of about ``num_elements``, so that small parameters have many."""
     monkeypatch.setattr(RANGE_UPDATE, "RANGE_ELEMENTS", num_elements)
+
+
+def paged_step_program(model: nn.Module, batch: Any, optimizer: Optimizer, *, clip: bool = False) -> Program:
+    """Forward, backward and update of paged state, before any step pass; what updates ranges is installed."""
+    joint = training_program(model, batch, outputs=["loss"])
+    names = tuple(output.name for _, output in joint.signature.outputs_of(OutputKind.GRAD))
+    bucket = make_bucket(optimizer, optimizer.options(), name="0", parameters=names, is_paged=True)
+    program = append_update(joint, UpdateRequest(optimizer, (bucket,), clip=clip))
+
+    def build(rule: Program) -> Executable:
+        return build_executable(default_pipeline(Stage.STEP).run(rule), title="range update")
+
+    install_rules(program, build)
+    return program

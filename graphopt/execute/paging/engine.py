@@ -7,26 +7,24 @@
     range 2                        fetch . update  store         # into the staging buffer that range 0 left
 
 Fetching and storing are the copier's work, on the CPU a thread, beside a CUDA device two streams. When the update
-returns, all of its stores are over (on a device: ordered before what the stream does next).
+returns, all of its stores are over (on a device: ordered before what the stream does next). The first range may be on
+its way before the update runs, in a buffer that ``page_in`` returned.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from graphopt.capture.page_layout import PageLayout
 from graphopt.capture.range_update import FACTOR, GRADIENT, OFFSET, PARAMETER, SEED
-from graphopt.execute.cpu_copier import CpuCopier
-from graphopt.execute.cuda_copier import CudaCopier
-from graphopt.execute.far_memory import FarMemory
 from graphopt.execute.paging.flat_ranges import FlatRanges, flat
-from graphopt.execute.paging.page_memory import PageMemory, known_memory
+from graphopt.execute.paging.page_memory import known_memory
+from graphopt.execute.paging.ranges import PagedRanges, StateRange
 from graphopt.execute.paging.rules import RangeUpdate, installed
-from graphopt.execute.parcel import Copier, Layout, Meter, Parcel
 from graphopt.operators.paged_update import LIBRARY
 
 NUM_STAGING = 3
@@ -43,121 +41,72 @@ class _Request:
     factor: Tensor | None
     numbers: Sequence[float]
     seed: int
+    first: Tensor | None
 
 
-@dataclass
-class _Range:
-    """Elements ``start`` to ``stop`` with their state on its way into ``buffers``, one for each state tensor."""
+@dataclass(frozen=True)
+class _Flight:
+    """A first range under way into a buffer that no update has taken yet."""
 
-    start: int
-    stop: int
-    buffers: tuple[Tensor, ...]
-    parcels: tuple[Parcel, ...] = field(default=())
+    ranges: PagedRanges
+    part: StateRange
 
 
-def new_copier(device: torch.device) -> Copier:
-    """What moves state to ``device`` and back."""
-    settings = FarMemory(keep=False)
-    return CudaCopier(settings, device) if device.type == "cuda" else CpuCopier(settings)
+_FLIGHTS: dict[int, _Flight] = {}
+"""By the address of the buffer. A flight holds no reference to the buffer's own tensor, whose death ends it."""
 
 
 class _PagedUpdate:
-    """One run of an update; ``memory`` is None for pages that are ordinary memory (a trial's, a copy)."""
+    """One run of an update; ``flight``: its first range, if that is on its way."""
 
-    def __init__(self, request: _Request, update: RangeUpdate, memory: PageMemory | None) -> None:
+    def __init__(self, request: _Request, update: RangeUpdate, flight: _Flight | None) -> None:
+        parameter = request.parameter
         self.request = request
         self.update = update
-        self.memory = memory
-        self.copier = memory.copier if memory is not None else new_copier(request.parameter.device)
-        self.meter = memory.meter if memory is not None else Meter()
-        numel, full = request.parameter.numel(), update.rule.range_elements
-        self.whole: PageLayout = update.rule.layout(numel)
-        self.staged: PageLayout = update.rule.layout(min(full, numel))
-        self.bounds = [(start, min(start + full, numel)) for start in range(0, numel, full)]
-        self.staging = [
-            torch.empty(self.staged.nbytes, dtype=torch.uint8, device=request.parameter.device)
-            for _ in range(min(NUM_STAGING, len(self.bounds)))
-        ]
-        self.ranges: list[_Range] = []
-        self.parameter = flat(request.parameter)
-        self.gradient = FlatRanges(request.gradient, request.parameter)
+        self.parameter = flat(parameter)
+        self.gradient = FlatRanges(request.gradient, parameter)
+        self.ranges = PagedRanges(request.pages, update.rule, parameter.numel(), parameter.device)
+        num_buffers = min(NUM_STAGING, len(self.ranges.bounds))
+        given = [] if request.first is None else [request.first]
+        self.staging = given + [self.ranges.new_staging() for _ in range(num_buffers - len(given))]
+        self.parts: list[StateRange] = [] if flight is None else [flight.part]
 
     def run(self) -> None:
         """Update parameter and pages."""
         try:
-            for _ in range(NUM_STAGING - 1):
-                self._fetch_next()
-            for index in range(len(self.bounds)):
-                self._compute(self.ranges[index])
-                self._store(self.ranges[index])
+            while len(self.parts) < NUM_STAGING - 1 and self._fetch_next():
+                pass
+            for index in range(len(self.ranges.bounds)):
+                self.ranges.wait_fetched(self.parts[index])
+                self._compute(self.parts[index])
+                self.ranges.store(self.parts[index])
                 if index:
-                    self._finish(self.ranges[index - 1])
+                    self.ranges.wait_stored(self.parts[index - 1])
                 self._fetch_next()
-            self._finish(self.ranges[-1])
+            self.ranges.wait_stored(self.parts[-1])
         finally:
             # After a failure copies are under way, and must not outlive the buffers and the pages that they touch.
-            for parcel in (parcel for part in self.ranges for parcel in part.parcels):
-                self.copier.let_finish(parcel)
-        if self.memory is not None:
-            self.memory.evict()
+            for part in self.parts:
+                self.ranges.let_finish(part)
+        if self.ranges.memory is not None:
+            self.ranges.memory.evict()
 
-    def _fetch_next(self) -> None:
-        index = len(self.ranges)
-        if index >= len(self.bounds):
-            return
-        start, stop = self.bounds[index]
-        part = _Range(start, stop, self._buffers(self.staging[index % len(self.staging)], stop - start))
-        part.parcels = tuple(self._parcels(part))
-        self.ranges.append(part)
-        for parcel, buffer in zip(part.parcels, part.buffers, strict=True):
-            self.copier.fetch(parcel, buffer)
-            self.meter.values_in += 1
-            self.meter.bytes_in += parcel.layout.nbytes
+    def _fetch_next(self) -> bool:
+        """Start the next fetch; whether there was one to start."""
+        index = len(self.parts)
+        if index >= len(self.ranges.bounds):
+            return False
+        self.parts.append(self.ranges.fetch(index, self.staging[index % len(self.staging)]))
+        return True
 
-    def _buffers(self, staging: Tensor, numel: int) -> tuple[Tensor, ...]:
-        """The parts of a staging buffer that take the state of ``numel`` elements."""
-        counts = [slot.elements(0, numel)[1] for slot in self.staged.slots]
-        return tuple(
-            staging[slot.start : slot.start + count * slot.dtype.itemsize].view(slot.dtype)
-            for slot, count in zip(self.staged.slots, counts, strict=True)
-        )
-
-    def _parcels(self, part: _Range) -> Iterator[Parcel]:
-        for slot, buffer in zip(self.whole.slots, part.buffers, strict=True):
-            begin = slot.start + slot.elements(part.start, part.stop)[0] * slot.dtype.itemsize
-            far = self.request.pages[begin : begin + buffer.nbytes]
-            yield Parcel(0, Layout.of(buffer), self.copier, self.meter, slot=self.copier.slot_at(far))
-
-    def _compute(self, part: _Range) -> None:
-        with self.meter.waiting():
-            for parcel, buffer in zip(part.parcels, part.buffers, strict=True):
-                self.copier.wait_fetched(parcel, buffer)
+    def _compute(self, part: StateRange) -> None:
         request, bucket = self.request, self.update.rule.bucket
-        values = dict(zip((slot.name for slot in self.staged.slots), part.buffers, strict=True))
+        values = dict(zip((slot.name for slot in self.ranges.whole.slots), part.buffers, strict=True))
         values |= dict(zip(bucket.numbers, request.numbers, strict=True))
         values[PARAMETER] = self.parameter[part.start : part.stop]
         values[GRADIENT] = self.gradient.piece(part.start, part.stop)
         values |= {FACTOR: request.factor, SEED: request.seed, OFFSET: part.start}
         self.update.executable.run([values[name] for name in self.update.input_names])
-
-    def _store(self, part: _Range) -> None:
-        for parcel, buffer in zip(part.parcels, part.buffers, strict=True):
-            self.copier.send(parcel, buffer)
-            self.meter.values_out += 1
-            self.meter.bytes_out += parcel.layout.nbytes
-
-    def _finish(self, part: _Range) -> None:
-        with self.meter.waiting():
-            for parcel in part.parcels:
-                self.copier.wait_sent(parcel)
-        if self.memory is not None:
-            self._evict(part)
-
-    def _evict(self, part: _Range) -> None:
-        assert self.memory is not None, "only far memory is let go of"
-        for slot in self.whole.slots:
-            start, stop = (slot.start + index * slot.dtype.itemsize for index in slot.elements(part.start, part.stop))
-            self.memory.evict(start, stop)
 
 
 def update_in_ranges(request: _Request, rule: str) -> None:
@@ -165,15 +114,40 @@ def update_in_ranges(request: _Request, rule: str) -> None:
     memory = known_memory(request.pages)
     if memory is not None:
         memory.check_process()
-    if _is_skipped(request.factor):
+    flight = None if request.first is None else _FLIGHTS.pop(request.first.data_ptr(), None)
+    is_skipped = _is_skipped(request.factor)
+    # What comes from other pages would go back there: the form that returns new pages works on a copy.
+    if flight is not None and (is_skipped or flight.ranges.pages.data_ptr() != request.pages.data_ptr()):
+        flight.ranges.let_finish(flight.part)
+        flight = None
+    if is_skipped:
         return
     with torch.no_grad():
-        _PagedUpdate(request, installed(rule), memory).run()
+        _PagedUpdate(request, installed(rule), flight).run()
 
 
 def _is_skipped(factor: Tensor | None) -> bool:
     """Whether nothing is to be written. A device decides by itself: asking it would stop the host."""
     return factor is not None and factor.device.type == "cpu" and not bool(torch.isfinite(factor))
+
+
+def _end_flight(address: int) -> None:
+    """Nobody will take the buffer: a step was skipped, or failed."""
+    flight = _FLIGHTS.pop(address, None)
+    if flight is not None:
+        flight.ranges.let_finish(flight.part)
+
+
+@torch.library.impl("graphopt::page_in", "CompositeExplicitAutograd", lib=LIBRARY)
+def _page_in(pages: Tensor, staging: int, rule: str, numel: int, *, device: torch.device) -> Tensor:
+    memory = known_memory(pages)
+    if memory is not None:
+        memory.check_process()
+    ranges = PagedRanges(pages, installed(rule).rule, numel, device)
+    buffer = ranges.new_staging()
+    _FLIGHTS[buffer.data_ptr()] = _Flight(ranges, ranges.fetch(0, buffer))
+    weakref.finalize(buffer, _end_flight, buffer.data_ptr()).atexit = False
+    return buffer
 
 
 @torch.library.impl("graphopt::paged_update_", "CompositeExplicitAutograd", lib=LIBRARY)
@@ -185,8 +159,10 @@ def _paged_update_(
     numbers: Sequence[float],
     rule: str,
     seed: int,
+    staging: int,
+    first: Tensor | None = None,
 ) -> None:
-    update_in_ranges(_Request(parameter, gradient, pages, factor, numbers, seed), rule)
+    update_in_ranges(_Request(parameter, gradient, pages, factor, numbers, seed, first), rule)
 
 
 @torch.library.impl("graphopt::paged_update", "CompositeExplicitAutograd", lib=LIBRARY)
@@ -198,7 +174,9 @@ def _paged_update(
     numbers: Sequence[float],
     rule: str,
     seed: int,
+    staging: int,
+    first: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     new, kept = parameter.detach().clone(), pages.clone()
-    update_in_ranges(_Request(new, gradient, kept, factor, numbers, seed), rule)
+    update_in_ranges(_Request(new, gradient, kept, factor, numbers, seed, first), rule)
     return new, kept

@@ -20,7 +20,7 @@ def trial_arguments(node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]] | N
     """
     if not ops.is_paged_update(node):
         return None
-    parameter, gradient, _, factor, numbers, name, seed = (_value(argument) for argument in node.args)
+    parameter, gradient, _, factor, numbers, name, seed, staging, *first = (_value(item) for item in node.args)
     rule = rule_named(name)
     numel = parameter.numel()
     few = NUM_STAGING * rule.range_elements + numel % rule.range_elements
@@ -29,7 +29,8 @@ def trial_arguments(node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]] | N
         parameter, gradient = (torch.empty(few, dtype=value.dtype, device="meta") for value in (parameter, gradient))
     state = torch.zeros(rule.layout(numel).nbytes, dtype=torch.uint8)
     scalar = None if factor is None else torch.ones((), dtype=factor.dtype)
-    return (_zeros(parameter), _zeros(gradient), state, scalar, numbers, name, seed), {}
+    buffers = [torch.zeros(staging, dtype=torch.uint8) for buffer in first if buffer is not None]
+    return (_zeros(parameter), _zeros(gradient), state, scalar, numbers, name, seed, staging, *buffers), {}
 
 
 def _value(argument: Any) -> Any:
