@@ -60,6 +60,7 @@ def test_every_rule_gives_the_same_bits_at_every_size(rule, clip, monkeypatch):
     report = step.report(measure=True)
     assert report.measured_peak_bytes == report.predicted_peak_bytes
     assert report.memory.optimizer_state == 0
+    assert "held by the caller" in step.explain("tensors.6") and "gradient: none" not in step.explain("tensors.6")
 
 
 @pytest.mark.parametrize("optimizer", [optim.AdamW, optim.AdamW8bit])
