@@ -24,6 +24,8 @@ from rich import box
 from rich.table import Table
 
 import graphopt
+from benchmarks.acceptance import Check
+from benchmarks.checks_table import checks_table
 from benchmarks.command import Results, console, run_command, with_progress
 from benchmarks.machine import this_machine
 from benchmarks.rows import RESULTS, Row, Subject, store_rows
@@ -166,6 +168,20 @@ def drift_table(rows: Sequence[Row[DriftFigures]], *, layout: box.Box = box.HEAV
     return table
 
 
+def drift_checks(figures: Sequence[DriftFigures]) -> tuple[Check, ...]:
+    """8-bit state must end within the seeds' spread of float32 state, and no worse than with the dynamic map, but for
+    the standard error of their difference; with one seed there is neither."""
+    drift = Drift(figures)
+    if len(drift.finals(FLOAT32)) < 2:
+        return ()
+    within = statistics.fmean(drift.gaps(COMPANDED)) / drift.spread
+    worse = statistics.fmean(drift.gaps(COMPANDED, DYNAMIC)) / drift.standard_error(COMPANDED, DYNAMIC)
+    return (
+        Check(FLOAT32, f"{COMPANDED}: gap over the spread of seeds", within, 1.0),
+        Check(DYNAMIC, f"{COMPANDED}: difference over its standard error", worse, 1.0),
+    )
+
+
 def _factor(steps: int) -> Callable[[int], float]:
     warm_up = max(1, round(steps * _WARM_UP_SHARE))
 
@@ -207,6 +223,7 @@ def main(
     path = results / f"drift-byte-gpt-{steps}.jsonl"
     stored = tuple(store_rows(path, with_progress(rows, total=total, description="training")))
     console().print(drift_table(stored))
+    console().print(checks_table([("byte-gpt", drift_checks([row.figures for row in stored]))]))
     console().print(f"written to {path}")
 
 

@@ -9,6 +9,7 @@ from rich.table import Table
 
 from benchmarks.acceptance import Check, checks
 from benchmarks.cells import bytes_cell, ratio_cell, seconds_cell
+from benchmarks.checks_table import checks_table
 from benchmarks.frontier_rows import AT_PEAK, AT_SMALL_SHARE, SMALL_SHARE, SMALLEST, FrontierFigures
 from benchmarks.peers import EAGER
 from benchmarks.rows import Row
@@ -65,15 +66,8 @@ def frontier_table(rows: FrontierRows, *, layout: box.Box = box.HEAVY_HEAD) -> T
 
 def acceptance_table(suites: Sequence[FrontierRows], *, layout: box.Box = box.HEAVY_HEAD) -> Table:
     """One line for each check of every model."""
-    table = Table("model", "against", "what, over its", box=layout)
-    for heading in ("figure", "at most", "met"):
-        table.add_column(heading, justify="right")
-    table.add_column("note")
-    for rows in suites:
-        model = rows[0].subject.model
-        for check in checks(model, [row.figures for row in rows]):
-            table.add_row(model, check.against, check.what, *check_cells(check), check.note)
-    return table
+    models = ((rows[0].subject.model, [row.figures for row in rows]) for rows in suites)
+    return checks_table(((model, checks(model, points)) for model, points in models), layout=layout)
 
 
 def summary_table(suites: Sequence[FrontierRows]) -> Table:
@@ -117,10 +111,6 @@ def _fastest_cell(peer: FrontierFigures, points: Sequence[FrontierFigures], sett
 
 def _peak(point: FrontierFigures) -> int:
     return point.peak_bytes or 0
-
-
-def check_cells(check: Check) -> tuple[str, ...]:
-    return (ratio_cell(check.figure, 1.0), f"{check.bound:.2f}", "yes" if check.is_met else "no")
 
 
 def _prediction_cell(point: FrontierFigures) -> str:

@@ -14,8 +14,10 @@ from rich import box
 from rich.table import Table
 
 from benchmarks.cells import bytes_cell, ratio_cell, seconds_cell
+from benchmarks.checks_table import checks_table
 from benchmarks.command import run_command
 from benchmarks.compile_time import compile_time_table
+from benchmarks.drift import DriftFigures, drift_checks, drift_table
 from benchmarks.facts_llama import FactsFigures, facts_table
 from benchmarks.frontier_plot import frontier_plot
 from benchmarks.frontier_rows import FrontierFigures
@@ -42,6 +44,8 @@ from benchmarks.rows import (
     load_rows,
 )
 from benchmarks.speed import speed_table
+from benchmarks.update_table import UpdateFigures, update_checks, update_table
+from benchmarks.whole_step_table import WholeStepFigures, whole_step_checks, whole_step_table
 from graphopt.errors import DataError
 from graphopt.report.table import render
 
@@ -97,6 +101,7 @@ def results_page(folder: Path) -> str:
     for losses in load_all(folder, "linear-loss", LinearLossFigures):
         heading = f"## Linear + cross-entropy, {losses[0].subject.model} (rows x features x classes)"
         parts += [heading, _markdown(linear_loss_table(losses)), _provenance([losses])]
+    parts += _whole_step_parts(folder) + _optimizer_parts(folder)
     return "\n\n".join(parts) + "\n"
 
 
@@ -110,6 +115,33 @@ def _frontier_parts(frontiers: Sequence[FrontierRows]) -> list[str]:
         parts += [_provenance([rows])]
     if frontiers:
         parts += ["## What the frontiers must show", _markdown(acceptance_table(frontiers))]
+    return parts
+
+
+def _whole_step_parts(folder: Path) -> list[str]:
+    """Whole training steps in low precision with 8-bit optimizer state."""
+    parts: list[str] = []
+    suites = load_all(folder, "whole-step", WholeStepFigures)
+    for rows in suites:
+        heading = f"## Whole step of {rows[0].subject.model}, parameters and state included"
+        parts += [heading, _markdown(whole_step_table(rows)), _provenance([rows])]
+    if suites:
+        found = ((rows[0].subject.model, whole_step_checks([row.figures for row in rows])) for rows in suites)
+        parts += ["## What the whole steps must show", _markdown(checks_table(found))]
+    return parts
+
+
+def _optimizer_parts(folder: Path) -> list[str]:
+    """Updates alone, and how far training drifts with small optimizer state."""
+    parts: list[str] = []
+    for updates in load_all(folder, "update", UpdateFigures):
+        shape, figures = updates[0].subject.model, [row.figures for row in updates]
+        parts += [f"## The update alone, {shape} (tensors x rows x columns, float32)", _markdown(update_table(updates))]
+        parts += [_markdown(checks_table([(shape, update_checks(figures))])), _provenance([updates])]
+    for runs in load_all(folder, "drift", DriftFigures):
+        model, figures = runs[0].subject.model, [row.figures for row in runs]
+        parts += [f"## Held-out loss of {model} after {figures[0].steps} steps", _markdown(drift_table(runs))]
+        parts += [_markdown(checks_table([(model, drift_checks(figures))])), _provenance([runs])]
     return parts
 
 

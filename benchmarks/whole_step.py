@@ -19,6 +19,7 @@ from typing import Annotated
 import typer
 from torch import nn
 
+from benchmarks.checks_table import checks_table
 from benchmarks.command import (
     Layers,
     ModelName,
@@ -39,7 +40,7 @@ from benchmarks.models import Batch, BenchmarkModel
 from benchmarks.peers import EAGER, GRAPHOPT, Contender, eager_contender, graphopt_step, train_step_contender
 from benchmarks.rows import RESULTS, Row, store_rows, subject_of
 from benchmarks.steps import first_line
-from benchmarks.whole_step_table import WholeStepFigures, whole_step_checks_table, whole_step_table
+from benchmarks.whole_step_table import WholeStepFigures, whole_step_checks, whole_step_table
 from graphopt.errors import DataError
 from graphopt.optim import AdamW8bit
 
@@ -159,7 +160,7 @@ def main(
     path = results / f"whole-step-{chosen.label(layers)}.jsonl"
     stored = tuple(store_rows(path, rows))
     console().print(whole_step_table(stored))
-    console().print(whole_step_checks_table([stored]))
+    console().print(checks_table([(chosen.label(layers), whole_step_checks([row.figures for row in stored]))]))
     console().print(f"written to {path}")
 
 

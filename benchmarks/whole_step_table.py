@@ -13,7 +13,6 @@ from benchmarks.acceptance import Check
 from benchmarks.cells import bytes_cell, ratio_cell, seconds_cell
 from benchmarks.eight_bit_peers import BITSANDBYTES, TORCHAO
 from benchmarks.frontier_rows import median_ratio
-from benchmarks.frontier_table import check_cells
 from benchmarks.peers import EAGER, GRAPHOPT
 from benchmarks.rows import Row
 
@@ -60,17 +59,8 @@ class WholeStepFigures:
 
 
 Rows = Sequence[Row[WholeStepFigures]]
-_HEADINGS = (
-    "at rest",
-    "of that state",
-    "peak above",
-    "whole",
-    "of eager",
-    "of torchao",
-    "step",
-    "of eager",
-    "of torchao",
-)
+_SIZES = ("at rest", "of that state", "peak above", "whole", "of eager", "of torchao")
+_TIMES = ("step", "of eager", "of torchao", "first step")
 
 
 def whole_step_table(rows: Rows, *, layout: box.Box = box.HEAVY_HEAD) -> Table:
@@ -100,18 +90,6 @@ def whole_step_table(rows: Rows, *, layout: box.Box = box.HEAVY_HEAD) -> Table:
 def whole_step_checks(found: Sequence[WholeStepFigures]) -> tuple[Check, ...]:
     """What each row of graphopt must show beside eager and the public recipes."""
     return tuple(check for figures in found if figures.name == GRAPHOPT for check in _checks_of(figures, found))
-
-
-def whole_step_checks_table(suites: Sequence[Rows], *, layout: box.Box = box.HEAVY_HEAD) -> Table:
-    """One line for each check of every model."""
-    table = Table("model", "against", "what, over its", box=layout)
-    for heading in ("figure", "at most", "met"):
-        table.add_column(heading, justify="right")
-    table.add_column("note")
-    for rows in suites:
-        for check in whole_step_checks([row.figures for row in rows]):
-            table.add_row(rows[0].subject.model, check.against, check.what, *check_cells(check), check.note)
-    return table
 
 
 def _checks_of(own: WholeStepFigures, found: Sequence[WholeStepFigures]) -> Iterator[Check]:

@@ -2,6 +2,7 @@
 
 from graphopt import checkpoint, errors, optim, passes
 from graphopt.api import capture, compile, optimize
+from graphopt.autocast_table import autocast_table
 from graphopt.capture.differentiate import differentiate
 from graphopt.loss_scale import LossScale
 from graphopt.options import Accumulate
@@ -16,6 +17,7 @@ __all__ = [
     "Pipeline",
     "Precision",
     "__version__",
+    "autocast_table",
     "capture",
     "checkpoint",
     "compile",

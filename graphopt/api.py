@@ -56,8 +56,7 @@ def compile(
     ``outputs``: names of what is required (None: every tensor the model returns); everything else may be removed.
     ``loss``: the name of the loss among the outputs (default "loss"), or ``function(outputs, batch)`` that computes it.
     ``accumulate``: micro-batches per update, or an ``Accumulate``. ``clip_grad_norm``: largest global gradient norm.
-    ``precision``: "fp32", "bf16", "fp16" or a ``graphopt.Precision``: what matrix products, and what lies between them,
-    are computed in; parameters and outputs keep their dtypes.
+    ``precision``: "fp32", "bf16", "fp16" or a ``graphopt.Precision``, what is computed in; parameters keep theirs.
     ``loss_scale``: "dynamic", a number or a ``LossScale``: what the loss is multiplied by before backward, which the
     update undoes; None for nothing; "auto" is "dynamic" where ``precision`` computes in float16 and None elsewhere.
     ``checkpoint``: a policy such as ``graphopt.checkpoint.SqrtN()`` (several in a list), which says what the backward
@@ -72,10 +71,8 @@ def compile(
 
     Compiling happens at the first batch. Raises UnsupportedError for options that this version does not have.
     """
-    requested = precision_of(precision)
-    policy, budget = policy_of(checkpoint), check_budget(memory)
+    policy, budget, requested = policy_of(checkpoint), check_budget(memory), precision_of(precision)
     _refuse_other_optimizer(optimizer)
-    folder = dump if dump is not None else os.environ.get(DUMP_VARIABLE) or None
     options = CompileOptions(
         outputs=_names(outputs),
         loss=loss,
@@ -83,15 +80,15 @@ def compile(
         accumulate=accumulate if isinstance(accumulate, Accumulate) else Accumulate(accumulate),
         clip_grad_norm=clip_grad_norm,
         backend=backend,
-        dump=_writable(folder),
+        dump=_writable(dump if dump is not None else os.environ.get(DUMP_VARIABLE) or None),
         verify=Verify(verify),
         passes=None if passes is None else _extended(passes, MemoryRequest(policy, budget), requested),
         max_signatures=max_signatures,
         checkpoint=policy,
         memory=budget,
         release_gradients=release_gradients,
-        loss_scale=_loss_scale(loss_scale, requested, optimizer),
         precision=requested,
+        loss_scale=_loss_scale(loss_scale, requested, optimizer),
     )
     builder = Builder(as_module(model), options)
     return CompiledModule(builder) if optimizer is None else TrainStep(builder)

@@ -37,6 +37,7 @@ from graphopt.pipeline.default import default_pipeline, with_less_room
 from graphopt.pipeline.dump import Dump
 from graphopt.pipeline.pipeline import Pipeline
 from graphopt.planner.decide import MemoryRequest
+from graphopt.precision import precision_for
 from graphopt.report.build import build_report
 
 _MOST_PLANS = 4
@@ -72,6 +73,7 @@ class Builder:
         self.options = options
         self.request = OutputRequest(options.outputs, options.loss, require_loss=options.optimizer is not None)
         self.binder = BatchBinder(model, allow_extra=callable(options.loss))
+        self.precision = precision_for(model, options.precision)
         self.workspace = MeasuredWorkspace()
         self.dump_folders: list[Path] = []
 
@@ -79,7 +81,7 @@ class Builder:
         """The passes of a stage: the default ones unless options name others."""
         if self.options.passes is None:
             request = MemoryRequest(self.options.checkpoint, self.options.memory, reserved_bytes, margin_bytes)
-            pipeline = default_pipeline(stage, request, self.options.precision)
+            pipeline = default_pipeline(stage, request, self.precision)
         else:
             given = self.options.passes[(Stage.FORWARD, Stage.JOINT, Stage.STEP).index(stage)]
             pipeline = with_less_room(given, reserved_bytes=reserved_bytes, margin_bytes=margin_bytes)
@@ -112,6 +114,8 @@ class Builder:
             dump.start(captured.program)
         with without_autocast():
             program = self.run_passes(captured.program, Stage.FORWARD, dump)
+        if dump is not None and program.precision.rows:
+            dump.attach("precision.txt", program.precision.text())
         return replace(captured, program=program), dump
 
     def gradient(self, batch: BoundBatch, *, wrt: Sequence[str], title: str) -> BuiltGradient:

@@ -40,8 +40,9 @@ class LossScale:
         _check("init", self.init, 0.0 < self.init <= LARGEST_SCALE, "a number above 0 and at most 2**126")
         _check("growth", self.growth, 1.0 < self.growth < math.inf, "a number above 1")
         _check("backoff", self.backoff, 0.0 < self.backoff < 1.0, "a number between 0 and 1")
-        _check("growth_interval", self.growth_interval, self.growth_interval >= 1, "a whole number from 1 on")
-        _check("warn_after", self.warn_after, self.warn_after >= 1, "a whole number from 1 on")
+        for name in ("growth_interval", "warn_after"):
+            value = getattr(self, name)
+            _check(name, value, isinstance(value, int) and value >= 1, "a whole number from 1 on")
         if self.dynamic:
             _check("floor", self.floor, 0.0 < self.floor <= self.init, f"a number above 0 and at most {self.init}")
         if self.decides not in ("auto", "host", "device"):

@@ -56,8 +56,8 @@ class CompileOptions:
     checkpoint: Policy | None = None
     memory: Budget | None = None
     release_gradients: bool = True
-    loss_scale: LossScale | None = None
     precision: Precision = FULL
+    loss_scale: LossScale | None = None
 
     def __post_init__(self) -> None:
         if self.backend not in ("aten", "inductor", "auto"):

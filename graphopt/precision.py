@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
 from typing import Any, Literal, get_args
+
+import torch
 
 from graphopt.errors import UnsupportedError
 
@@ -61,14 +65,42 @@ def precision_of(value: Any) -> Precision:
         raise UnsupportedError(
             "precision='fp8' is not part of this version: there are 'fp32', 'bf16' and 'fp16', or a graphopt.Precision"
         )
-    if value == FULL.compute:
-        return FULL
     if value in get_args(Compute):
-        return Precision(compute=value)
+        return FULL if value == FULL.compute else Precision(compute=value)
     raise UnsupportedError(
         f"precision expects 'fp32', 'bf16', 'fp16' or a graphopt.Precision, came {value!r}; float32 is 'fp32', "
         "bfloat16 'bf16', float16 'fp16'"
     )
+
+
+def precision_for(model: torch.nn.Module, precision: Precision) -> Precision:
+    """``precision`` with the modules that ``model`` itself asks to keep; UnsupportedError for a pattern of no module.
+
+    transformers models name them: ``_keep_in_fp32_modules`` for float16, ``_keep_in_fp32_modules_strict`` for both.
+    """
+    paths = [path for path, _ in model.named_modules() if path]
+    unknown = [item for item in precision.keep_fp32 if not any(fnmatchcase(path, item) for path in paths)]
+    if unknown:
+        close = [path for item in unknown for path in get_close_matches(item, paths, n=3)] or paths[:5]
+        raise UnsupportedError(
+            f"keep_fp32 expects patterns of module paths, came {', '.join(map(repr, unknown))}, which no module "
+            f"matches; there are {', '.join(dict.fromkeys(close)) or 'none'}"
+        )
+    if not precision.lowers:
+        return precision
+    asked = [*_strings(model, "_keep_in_fp32_modules_strict")]
+    if precision.compute == "fp16":
+        asked += _strings(model, "_keep_in_fp32_modules")
+    # A name is a part of the path anywhere, as in transformers.
+    own = tuple(dict.fromkeys(pattern for name in asked for pattern in (name, f"*.{name}")))
+    return replace(precision, keep_fp32=(*precision.keep_fp32, *own))
+
+
+def _strings(model: torch.nn.Module, attribute: str) -> list[str]:
+    found = {
+        name for module in model.modules() for name in getattr(module, attribute, None) or () if isinstance(name, str)
+    }
+    return sorted(found)
 
 
 def _check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:

@@ -16,7 +16,6 @@ Bytes moved for an element, float32: parameter 4 + 4, gradient 4, codes 2 + 2, s
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 from math import sqrt
@@ -26,11 +25,21 @@ from torch import Tensor
 
 from graphopt.kernels import cpu_calls
 from graphopt.kernels.block_maps import decode_signed, decode_unsigned, encode_signed, encode_unsigned
-from graphopt.kernels.block_update import BlockItem, BlockOptions, FlatItem, flat_items, is_skipped
+from graphopt.kernels.block_update import (
+    BlockItem,
+    BlockOptions,
+    FlatItem,
+    KernelSpec,
+    flat_items,
+    is_skipped,
+    rounded,
+)
+from graphopt.kernels.block_writes import write_codes, write_parameter
 from graphopt.kernels.counter_random import random_bits, uniform
 from graphopt.kernels.exact_root import exact_root
 from graphopt.kernels.flat_tensors import Piece, pieces
-from graphopt.kernels.round_weights import stochastic_bfloat16
+
+SPEC = KernelSpec("block_adam", num_moments=2)
 
 
 @dataclass(frozen=True)
@@ -62,12 +71,6 @@ class AdamScalars:
             step_size=lr / (1.0 - beta1**step),
         )
         return cls(*rounded(*astuple(numbers)))
-
-
-def rounded(*numbers: float) -> tuple[float, ...]:
-    """``numbers`` as float32 holds them."""
-    layout = f"{len(numbers)}f"
-    return struct.unpack(layout, struct.pack(layout, *numbers))
 
 
 def reference_(
@@ -116,18 +119,6 @@ def _update_piece(
     write_codes(piece, second.codes, second.scales, encode_unsigned(square, options.map, draw))
 
 
-def write_parameter(target: Tensor, wide: Tensor, bits: Tensor | None) -> None:
-    """Writes f32 ``wide`` into a parameter of any dtype; ``bits`` i32 rounds stochastically where that is bfloat16."""
-    if bits is not None and target.dtype == torch.bfloat16:
-        wide = stochastic_bfloat16(wide, bits)
-    target.copy_(wide)
-
-
-def write_codes(piece: Piece, codes: Tensor, scales: Tensor, encoded: tuple[Tensor, Tensor]) -> None:
-    piece.rows(codes).copy_(encoded[0])
-    piece.of_blocks(scales).copy_(encoded[1])
-
-
 def update_(
     items: Sequence[BlockItem], scalars: AdamScalars, options: BlockOptions, *, factor: Tensor | None, step: float
 ) -> None:
@@ -135,8 +126,13 @@ def update_(
 
     ``factor``: f32 scalar tensor that multiplies every gradient; where it is not finite nothing is written.
     """
+    flat = flat_items(items, options, step)
+    if flat and flat[0].parameter.is_cuda:
+        from graphopt.kernels import block_adam_triton  # Triton exists on Linux alone
+
+        block_adam_triton.update_(flat, scalars, options, factor)
+        return
     if is_skipped(factor):
         return
-    flat = flat_items(items, options, step)
     if not cpu_calls.update("adam", flat, astuple(scalars), options, 1.0 if factor is None else float(factor)):
         _update_in_torch(flat, scalars, options, factor)

@@ -1,7 +1,7 @@
 """The GPU form of ``block_adam``: one launch for a list of parameters, with the bits of the reference.
 
-Each program reads parameter, gradient, codes and scales of its tile once and writes what changes once. All numbers of a step
-come from one device tensor, so that a new learning rate, decay, scale or step compiles nothing.
+Each program reads parameter, gradient, codes and scales of its tile once and writes what changes once. All numbers of a
+step come from one device tensor, so that a new learning rate, decay, scale or step compiles nothing.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from graphopt.kernels.block_items_triton import (
     store_floats,
     store_scales,
     store_tile,
+    typed,
 )
 from graphopt.kernels.block_maps_triton import (
     block_scales,
@@ -75,13 +76,15 @@ def update_tile(
     element = blocks * BLOCK + inside
     mask = (inside < BLOCK) & (element < num_elements)
     num_blocks = (num_elements + BLOCK - 1) // BLOCK
+    first_scales_ptr = typed(field(row_ptr, 3), tl.float32, False)
+    second_scales_ptr = typed(field(row_ptr, 5), tl.float32, False)
 
     wide = load_floats(field(row_ptr, 0), element, mask, field(row_ptr, 8), MASKED)
     gradient = load_floats(field(row_ptr, 1), element, mask, field(row_ptr, 9), MASKED) * factor
     first_codes = load_tile(field(row_ptr, 2), element, mask, tl.int8, MASKED)
     second_codes = load_tile(field(row_ptr, 4), element, mask, tl.uint8, MASKED)
-    mean = decode_signed(first_codes, load_scales(field(row_ptr, 3), blocks, num_blocks), trees_ptr, MAP)
-    square = decode_unsigned(second_codes, load_scales(field(row_ptr, 5), blocks, num_blocks), trees_ptr, MAP)
+    mean = decode_signed(first_codes, load_scales(first_scales_ptr, blocks, num_blocks), trees_ptr, MAP)
+    square = decode_unsigned(second_codes, load_scales(second_scales_ptr, blocks, num_blocks), trees_ptr, MAP)
     wide, mean, square = adam_formula(wide, gradient, mean, square, scalars_ptr, DECOUPLED)
     if MASKED:  # what padding holds is no element of the block: without eps, 0 / 0 would be its largest
         mean = tl.where(mask, mean, 0.0)
@@ -91,8 +94,8 @@ def update_tile(
     store_floats(field(row_ptr, 0), element, mask, wide, bits, field(row_ptr, 8), STOCHASTIC_WEIGHT, MASKED)
     first_scales = block_scales(mean)
     second_scales = block_scales(square)
-    store_scales(field(row_ptr, 3), blocks, num_blocks, first_scales)
-    store_scales(field(row_ptr, 5), blocks, num_blocks, second_scales)
+    store_scales(first_scales_ptr, blocks, num_blocks, first_scales)
+    store_scales(second_scales_ptr, blocks, num_blocks, second_scales)
     first_codes = encode_signed(mean, first_scales, trees_ptr, MAP)
     second_codes = encode_unsigned(square, second_scales, uniform(bits), trees_ptr, MAP, STOCHASTIC_STATE)
     store_tile(field(row_ptr, 2), element, mask, first_codes, tl.int8, MASKED)

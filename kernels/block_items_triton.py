@@ -1,9 +1,10 @@
 """One launch for a list of parameters: the table that a program finds its parameter in, and its loads and stores.
 
-A program works on one tile: ``BLOCKS`` blocks of one parameter. ``tile_items[program]`` is the row of the parameter in the
-table (``cpu_calls.item_rows``, with numbers of tiles instead of blocks), so that a program reads two small things before it
-starts. Addresses, sizes and offsets are 64 bits. Whole tiles of parameters that lie on 16 bytes are read and written without
-a mask, in wide words; ragged last tiles, and all tiles of a launch with a parameter that lies askew, with one.
+A program works on one tile: ``BLOCKS`` blocks of one parameter. ``tile_items[program]`` is the row of the parameter in
+the table (``cpu_calls.item_rows``, with numbers of tiles instead of blocks), so that a program reads two small things
+before it starts. Addresses, sizes and offsets are 64 bits. Whole tiles of parameters that lie on 16 bytes are read
+and written in wide words without a mask; ragged last tiles, and all tiles of a launch with a parameter that lies askew,
+with one.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ def load_floats(address, element, mask, dtype, MASKED: tl.constexpr):
 
 @triton.jit
 def store_floats(address, element, mask, values, bits, dtype, STOCHASTIC: tl.constexpr, MASKED: tl.constexpr):
-    """Writes f32 ``values`` into a float tensor whose dtype is known when the kernel runs; ``bits`` u32 for STOCHASTIC."""
+    """Writes f32 ``values`` as the float that ``dtype`` says when the kernel runs; STOCHASTIC: by ``bits`` u32."""
     if dtype == FLOAT32:
         store_tile(address, element, mask, values, tl.float32, MASKED)
     elif dtype == BFLOAT16:
@@ -77,10 +78,10 @@ def store_floats(address, element, mask, values, bits, dtype, STOCHASTIC: tl.con
 
 
 @triton.jit
-def load_scales(address, blocks, num_blocks):
-    return tl.load(address.to(tl.pointer_type(tl.float32)) + blocks, mask=blocks < num_blocks, other=0.0)
+def load_scales(scales_ptr, blocks, num_blocks):
+    return tl.load(scales_ptr + blocks, mask=blocks < num_blocks, other=0.0)
 
 
 @triton.jit
-def store_scales(address, blocks, num_blocks, scales):
-    tl.store(address.to(tl.pointer_type(tl.float32)) + blocks, scales, mask=blocks < num_blocks)
+def store_scales(scales_ptr, blocks, num_blocks, scales):
+    tl.store(scales_ptr + blocks, scales, mask=blocks < num_blocks)

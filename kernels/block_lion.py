@@ -21,11 +21,21 @@ import torch
 from torch import Tensor
 
 from graphopt.kernels import cpu_calls
-from graphopt.kernels.block_adam import rounded, write_codes, write_parameter
 from graphopt.kernels.block_maps import decode_signed, encode_signed
-from graphopt.kernels.block_update import BlockItem, BlockOptions, FlatItem, flat_items, is_skipped
+from graphopt.kernels.block_update import (
+    BlockItem,
+    BlockOptions,
+    FlatItem,
+    KernelSpec,
+    flat_items,
+    is_skipped,
+    rounded,
+)
+from graphopt.kernels.block_writes import write_codes, write_parameter
 from graphopt.kernels.counter_random import random_bits
 from graphopt.kernels.flat_tensors import Piece, pieces
+
+SPEC = KernelSpec("block_lion", num_moments=1)
 
 
 @dataclass(frozen=True)
@@ -100,8 +110,13 @@ def update_(
 
     ``factor``: f32 scalar tensor that multiplies every gradient; where it is not finite nothing is written.
     """
+    flat = flat_items(items, options, step)
+    if flat and flat[0].parameter.is_cuda:
+        from graphopt.kernels import block_lion_triton  # Triton exists on Linux alone
+
+        block_lion_triton.update_(flat, scalars, options, factor)
+        return
     if is_skipped(factor):
         return
-    flat = flat_items(items, options, step)
     if not cpu_calls.update("lion", flat, astuple(scalars), options, 1.0 if factor is None else float(factor)):
         _update_in_torch(flat, scalars, options, factor)

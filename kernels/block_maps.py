@@ -61,13 +61,14 @@ def block_scales(values: Tensor) -> Tensor:
 def encode_signed(values: Tensor, name: str) -> tuple[Tensor, Tensor]:
     """Codes i8[blocks, elements] and scales f32[blocks] of ``values`` f32[blocks, elements], rounded to nearest."""
     scales = block_scales(values)
-    ratio, is_live = _ratio(values, scales)
+    is_live = (scales > 0)[:, None]
     if name == DYNAMIC:
+        ratio = _ratio(values, scales)
         codes = torch.bucketize(ratio, tree_edges(is_signed=True).to(values.device), out_int32=True) - 128
     elif name == LINEAR:
-        codes = torch.round(ratio * SIGNED_CODES)
+        codes = torch.round(_ratio(values, scales) * SIGNED_CODES)
     else:
-        codes = torch.copysign(torch.round(exact_root(ratio.abs()) * SIGNED_CODES), ratio)
+        codes = torch.copysign(torch.round(_ratio_of_roots(values.abs(), scales) * SIGNED_CODES), values)
     return torch.where(is_live, codes, 0).to(torch.int8), scales
 
 
@@ -87,11 +88,13 @@ def encode_unsigned(values: Tensor, name: str, draw: Tensor | None) -> tuple[Ten
     ``draw``: f32[blocks, elements] uniform in [0, 1) rounds stochastically; None to nearest.
     """
     scales = block_scales(values)
-    ratio, is_live = _ratio(values, scales)
+    is_live = (scales > 0)[:, None]
     if name == DYNAMIC:
+        ratio = _ratio(values, scales)
         codes = _nearest_of_tree(ratio) if draw is None else _drawn_of_tree(ratio, draw)
     else:
-        place = ratio * UNSIGNED_CODES if name == LINEAR else exact_root(exact_root(ratio)) * UNSIGNED_CODES
+        root = _ratio(values, scales) if name == LINEAR else exact_root(_ratio_of_roots(values, scales))
+        place = root * UNSIGNED_CODES
         codes = torch.round(place) if draw is None else torch.floor(place + draw)
         codes = codes.clamp(max=UNSIGNED_CODES)
         if name == COMPANDED:
@@ -154,7 +157,15 @@ def _drawn_of_tree(ratio: Tensor, draw: Tensor) -> Tensor:
     return (below + torch.floor(way + draw).to(torch.int64)).clamp(max=255)
 
 
-def _ratio(values: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
-    """``values / scale`` (0 / 1 in blocks without a usable scale), and which blocks have one: bool[blocks, 1]."""
-    is_live = (scales > 0)[:, None]
-    return values / torch.where(is_live, scales[:, None], 1.0), is_live
+def _ratio(values: Tensor, scales: Tensor) -> Tensor:
+    """``values / scale``, and ``values`` in blocks without a usable scale."""
+    return values / torch.where(scales > 0, scales, 1.0)[:, None]
+
+
+def _ratio_of_roots(values: Tensor, scales: Tensor) -> Tensor:
+    """``sqrt(values / scale)`` as ``sqrt(values) * (1 / sqrt(scale))``, for values that are not below 0.
+
+    One division a block. The inverse of a root overflows for no scale, the smallest subnormal included. The largest of
+    a block comes out within a unit in the last place of 1: it rounds to the largest code, and its root is exactly 1.
+    """
+    return exact_root(values) * (1.0 / exact_root(torch.where(scales > 0, scales, 1.0)))[:, None]

@@ -1,7 +1,7 @@
-"""The maps, the random bits and the narrow floats as Triton functions: the bits of ``block_maps`` and ``counter_random``.
+"""Maps, random bits and narrow floats as Triton functions: the bits of ``block_maps`` and ``counter_random``.
 
-Tiles are [blocks, elements of a block]. Divisions and roots are the correctly rounded ones, and kernels are compiled without
-fusing multiplications into additions.
+Tiles are [blocks, elements of a block]. Divisions and roots are the correctly rounded ones, and kernels are compiled
+without fusing multiplications into additions.
 """
 
 from __future__ import annotations
@@ -92,17 +92,28 @@ def count_below(edges_ptr, x, INCLUSIVE: tl.constexpr):
 
 
 @triton.jit
+def ratio_of(x, scales):
+    return tl.div_rn(x, tl.where(scales > 0.0, scales, 1.0) + tl.zeros_like(x))
+
+
+@triton.jit
+def ratio_of_roots(x, scales):
+    """sqrt(x / scale) with one division a block; see ``block_maps``."""
+    per_root = tl.div_rn(tl.full(scales.shape, 1.0, tl.float32), tl.sqrt_rn(tl.where(scales > 0.0, scales, 1.0)))
+    return tl.sqrt_rn(x) * per_root
+
+
+@triton.jit
 def encode_signed(x, scales, trees_ptr, MAP: tl.constexpr):
     """i8 codes of a tile rounded to nearest; 0 in blocks whose scale is 0 or NaN."""
     is_live = scales > 0.0
-    ratio = tl.div_rn(x, tl.where(is_live, scales, 1.0) + tl.zeros_like(x))
     if MAP == DYNAMIC:
-        codes = count_below(trees_ptr + SIGNED_EDGES, ratio, False) - 128
+        codes = count_below(trees_ptr + SIGNED_EDGES, ratio_of(x, scales), False) - 128
     elif MAP == LINEAR:
-        codes = whole(ratio * SIGNED_CODES).to(tl.int32)
+        codes = whole(ratio_of(x, scales) * SIGNED_CODES).to(tl.int32)
     else:
-        magnitude = whole(tl.sqrt_rn(tl.abs(ratio)) * SIGNED_CODES).to(tl.int32)
-        codes = tl.where(ratio < 0.0, -magnitude, magnitude)
+        magnitude = whole(ratio_of_roots(tl.abs(x), scales) * SIGNED_CODES).to(tl.int32)
+        codes = tl.where(x < 0.0, -magnitude, magnitude)
     return tl.where(is_live, codes, 0).to(tl.int8)
 
 
@@ -110,22 +121,22 @@ def encode_signed(x, scales, trees_ptr, MAP: tl.constexpr):
 def encode_unsigned(x, scales, draw, trees_ptr, MAP: tl.constexpr, IS_DRAWN: tl.constexpr):
     """u8 codes of a tile, rounded to nearest or by ``draw`` f32 in [0, 1); 0 in blocks whose scale is 0 or NaN."""
     is_live = scales > 0.0
-    ratio = tl.div_rn(x, tl.where(is_live, scales, 1.0) + tl.zeros_like(x))
     if MAP == DYNAMIC:
+        ratio = ratio_of(x, scales)
         if IS_DRAWN:
             below = count_below(trees_ptr + UNSIGNED_VALUES + 1, ratio, True)
             step = tl.load(trees_ptr + STEPS + below)
             way = tl.div_rn(ratio - tl.load(trees_ptr + UNSIGNED_VALUES + below), step)
-            codes = below + tl.floor(way + draw).to(tl.int32)
+            codes = below + (way + draw).to(tl.int32)
         else:
             codes = count_below(trees_ptr + UNSIGNED_EDGES, ratio, False)
     else:
         if MAP == LINEAR:
-            place = ratio * UNSIGNED_CODES
+            place = ratio_of(x, scales) * UNSIGNED_CODES
         else:
-            place = tl.sqrt_rn(tl.sqrt_rn(ratio)) * UNSIGNED_CODES
+            place = tl.sqrt_rn(ratio_of_roots(x, scales)) * UNSIGNED_CODES
         if IS_DRAWN:
-            codes = tl.floor(place + draw).to(tl.int32)
+            codes = (place + draw).to(tl.int32)  # down, as nothing here is below 0
         else:
             codes = whole(place).to(tl.int32)
     codes = tl.minimum(codes, 255)

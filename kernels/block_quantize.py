@@ -31,7 +31,11 @@ def quantize(values: Tensor, *, block: int, map: str, is_signed: bool, draw: Dra
     into = _empty_moment(values, block=block, is_signed=is_signed)
     source, target = flat(values), Moment(flat(into.codes), into.scales)
     key = None if draw is None else (key_of(draw.seed, draw.step), draw.offset)
-    if not cpu_calls.quantize(source, target, block, map, key):
+    if values.is_cuda:
+        from graphopt.kernels import block_quantize_triton  # Triton exists on Linux alone
+
+        block_quantize_triton.quantize(source, target, block, map, key)
+    elif not cpu_calls.quantize(source, target, block, map, key):
         _quantize_in_torch(source, target, block, map, draw)
     return into
 
@@ -42,7 +46,11 @@ def dequantize(moment: Moment, *, block: int, map: str) -> Tensor:
     check_map(map)
     values = torch.empty_like(moment.codes, dtype=torch.float32)
     source, target = Moment(flat(moment.codes), moment.scales), flat(values)
-    if not cpu_calls.dequantize(source, target, block, map):
+    if values.is_cuda:
+        from graphopt.kernels import block_quantize_triton  # Triton exists on Linux alone
+
+        block_quantize_triton.dequantize(source, target, block, map)
+    elif not cpu_calls.dequantize(source, target, block, map):
         _dequantize_in_torch(source, target, block, map)
     return values
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -13,6 +14,19 @@ from graphopt.kernels.counter_random import Key, key_of
 from graphopt.kernels.flat_tensors import check_block, flat, flat_like, has_layout_of, num_blocks
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class KernelSpec:
+    """An update as a kernel: its name, how many 8-bit moments it keeps, and the bytes that it cannot but move."""
+
+    name: str
+    num_moments: int
+
+    def floor_bytes(self, num_elements: int, block: int, *, parameter_bytes: int, gradient_bytes: int) -> int:
+        """Parameter and state read and written once, gradient read once, for elements of so many bytes."""
+        element_bytes = 2 * parameter_bytes + gradient_bytes + 2 * self.num_moments
+        return num_elements * element_bytes + num_blocks(num_elements, block) * 2 * 4 * self.num_moments
 
 
 @dataclass(frozen=True)
@@ -77,13 +91,20 @@ def is_skipped(factor: Tensor | None) -> bool:
     return factor is not None and not bool(torch.isfinite(factor))
 
 
+def rounded(*numbers: float) -> tuple[float, ...]:
+    """``numbers`` as float32 holds them."""
+    layout = f"{len(numbers)}f"
+    return struct.unpack(layout, struct.pack(layout, *numbers))
+
+
 def _flat_item(item: BlockItem, options: BlockOptions, step: float) -> FlatItem:
     parameter = item.parameter
     _check_floats(item, options)
+    flat_parameter = flat(parameter)
     for moment, dtype in zip(item.moments, (torch.int8, torch.uint8), strict=False):
         _check_moment(moment, parameter, dtype, options.block)
     return FlatItem(
-        flat(parameter),
+        flat_parameter,
         flat_like(item.gradient, parameter),
         tuple(Moment(flat(moment.codes), flat(moment.scales)) for moment in item.moments),
         key_of(item.seed, step),

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-# A program of the GPU kernel and the scratch of a CPU thread hold one whole block; 16384 elements are 128 KiB of
-# float32 moments, which fit in any second-level cache.
+# A program of a GPU kernel and the scratch of a CPU thread hold one whole block. 16384 elements are 320 KiB of scratch,
+# which fit in a second-level cache; above 4096 a GPU's registers do not hold them.
 MOST_ELEMENTS_OF_A_BLOCK = 16384
 # How many elements the plain torch form works on at a time: about a dozen float32 temporaries of 1 MiB.
 ELEMENTS_OF_A_PIECE = 1 << 18
@@ -62,12 +62,14 @@ def check_block(block: int) -> None:
 
 def is_dense(tensor: Tensor) -> bool:
     """Whether the elements fill one run of memory without gap or overlap, in whatever order of dimensions."""
+    if tensor.is_contiguous():
+        return True
     expected = 1
     for stride, size in sorted(
         (stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size != 1
     ):
         if stride != expected:
-            return tensor.numel() == 0
+            return False
         expected *= size
     return True
 
@@ -87,6 +89,8 @@ def flat(tensor: Tensor) -> Tensor:
 
 def has_layout_of(tensor: Tensor, other: Tensor) -> bool:
     """Whether both lie in memory in the same order of elements; both have one shape."""
+    if tensor.is_contiguous() and other.is_contiguous():
+        return True
     return all(
         mine == theirs
         for mine, theirs, size in zip(tensor.stride(), other.stride(), other.shape, strict=True)

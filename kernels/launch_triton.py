@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -16,11 +17,13 @@ from graphopt.kernels.cpu_calls import item_rows, trees
 
 # The pointers of a kernel; where they lie is told by the table and compiles nothing new.
 POINTERS = ("tile_items_ptr", "table_ptr", "scalars_ptr", "factor_ptr", "trees_ptr")
-# Elements of a tile and of a thread: wide loads of every tensor, and registers to spare on each target (the compile gate).
+# Elements of a tile and of a thread: wide loads of every tensor, registers to spare on each target.
 ELEMENTS_OF_A_TILE = 1024
 ELEMENTS_OF_A_THREAD = 8
 MOST_WARPS = 32
-# Where parameters must lie for wide loads. The codes lie on a quarter of it, which is a word for each thread.
+MOST_REGISTERS = 128
+REGISTERS_OF_A_MULTIPROCESSOR = 65536
+# Where every tensor must lie for wide loads.
 ALIGNMENT_BYTES = 16
 MOST_TILE_TABLES = 64
 
@@ -62,17 +65,18 @@ def launch(
     device = items[0].parameter.device
     tile_items = tile_table(tuple(row[6] for row in rows), tiling.elements, device)
     numbers = torch.tensor((*scalars, 1.0), dtype=torch.float32).to(device, non_blocking=True)
-    kernel[(tile_items.numel(),)](
-        tile_items,
-        torch.tensor(rows, dtype=torch.int64).to(device, non_blocking=True),
-        numbers,
-        numbers[len(scalars) :] if factor is None else factor,
-        device_trees(device),
-        **compiled_for(tiling, options, is_aligned=is_aligned(items, tiling)),
-        **choices,
-        num_warps=tiling.warps,
-        enable_fp_fusion=False,
-    )
+    table = torch.tensor(rows, dtype=torch.int64).to(device, non_blocking=True)
+    with on_device(device):
+        kernel[(tile_items.numel(),)](
+            tile_items,
+            table,
+            numbers,
+            numbers[len(scalars) :] if factor is None else factor,
+            device_trees(device),
+            **compiled_for(tiling, options, is_aligned=is_aligned(items, tiling)),
+            **choices,
+            **launch_options(tiling),
+        )
 
 
 def compiled_for(tiling: Tiling, options: BlockOptions, *, is_aligned: bool) -> dict[str, int | bool]:
@@ -87,8 +91,19 @@ def compiled_for(tiling: Tiling, options: BlockOptions, *, is_aligned: bool) -> 
     }
 
 
+def launch_options(tiling: Tiling) -> dict[str, int | bool]:
+    """How Triton compiles: no multiplication is fused into an addition, and ptxas may use what registers there are.
+
+    Left to itself ptxas spills 8 bytes of Lion on sm_80 to keep one more program on a multiprocessor.
+    """
+    options: dict[str, int | bool] = {"num_warps": tiling.warps, "enable_fp_fusion": False}
+    if torch.version.hip is None:
+        options["maxnreg"] = min(MOST_REGISTERS, REGISTERS_OF_A_MULTIPROCESSOR // (32 * tiling.warps))
+    return options
+
+
 def is_aligned(items: Sequence[FlatItem], tiling: Tiling) -> bool:
-    """Whether whole tiles may be read in wide words: blocks without padding, every tensor of every item on its bytes."""
+    """Whether whole tiles may be read in wide words: blocks without padding, every tensor on its bytes."""
     if tiling.padded != tiling.block or tiling.elements % ALIGNMENT_BYTES:
         return False
     return all(
@@ -103,6 +118,11 @@ def tile_table(sizes: tuple[int, ...], elements_of_a_tile: int, device: torch.de
     """i32[tiles of all items]: the number of the item that each tile belongs to."""
     counts = torch.tensor([-(-size // elements_of_a_tile) for size in sizes])
     return torch.repeat_interleave(torch.arange(len(sizes), dtype=torch.int32), counts).to(device)
+
+
+def on_device(device: torch.device) -> AbstractContextManager[Any]:
+    """Makes ``device`` the one that Triton launches on."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 @lru_cache(maxsize=16)

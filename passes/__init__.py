@@ -18,6 +18,7 @@ from graphopt.passes.offload import Offload
 from graphopt.passes.order_for_lifetime import OrderForLifetime
 from graphopt.passes.pack_masks import PackMasks
 from graphopt.passes.prefetch_state import PrefetchState
+from graphopt.passes.recast_weights import RecastWeights
 from graphopt.passes.recompute import Recompute
 from graphopt.passes.release_gradients import ReleaseGradients
 from graphopt.passes.restore_attention import RestoreAttention
@@ -25,6 +26,7 @@ from graphopt.passes.reuse_last_use import ReuseLastUse
 from graphopt.passes.scatter_embedding_gradient import ScatterEmbeddingGradient
 from graphopt.passes.scatter_loss_gradient import ScatterLossGradient
 from graphopt.passes.simplify_algebra import SimplifyAlgebra
+from graphopt.passes.skip_gradient_casts import SkipGradientCasts
 from graphopt.pipeline.pass_base import Pass
 
 BY_NAME: Mapping[str, type[Pass]] = {
@@ -42,6 +44,7 @@ BY_NAME: Mapping[str, type[Pass]] = {
     "order-for-lifetime": OrderForLifetime,
     "pack-masks": PackMasks,
     "prefetch-state": PrefetchState,
+    "recast-weights": RecastWeights,
     "recompute": Recompute,
     "release-gradients": ReleaseGradients,
     "restore-attention": RestoreAttention,
@@ -49,5 +52,6 @@ BY_NAME: Mapping[str, type[Pass]] = {
     "scatter-embedding-gradient": ScatterEmbeddingGradient,
     "scatter-loss-gradient": ScatterLossGradient,
     "simplify-algebra": SimplifyAlgebra,
+    "skip-gradient-casts": SkipGradientCasts,
 }
 """Every pass by its name, in alphabetical order; a literal, so that an editable install finds what a wheel finds."""

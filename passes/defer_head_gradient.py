@@ -37,11 +37,9 @@ from torch import fx
 
 from graphopt.ir import ops
 from graphopt.ir.linear_loss import BACKWARD, named_arguments
-from graphopt.ir.liveness import plan_memory
 from graphopt.ir.program import Program, Stage
-from graphopt.ir.reuse import planned_reuse
-from graphopt.ir.units import format_bytes, parse_bytes
 from graphopt.pipeline.pass_base import Changes, Numerics, Pass, Refusal
+from graphopt.planner.room import Room
 
 _HIDDEN, _WEIGHT = 0, 1
 
@@ -54,10 +52,11 @@ _FEWEST_CLASSES = 256
 
 @dataclass(frozen=True)
 class DeferHeadGradient(Pass):
-    """See the module's docstring. ``budget``: of the whole step, ``reserved_bytes`` included; None: always act."""
+    """See the module's docstring. ``budget`` and the bytes beside it: see ``Room``."""
 
     budget: int | str | Fraction | None = None
     reserved_bytes: int = 0
+    margin_bytes: int = 0
 
     name: ClassVar[str] = "defer-head-gradient"
     stage: ClassVar[Stage] = Stage.STEP
@@ -70,22 +69,15 @@ class DeferHeadGradient(Pass):
             if not _gives_both(node):
                 continue
             reader = _first_reader(node)
-            objection = _objection(program, node, reader) or self._holds_anyway(program)
+            objection = _objection(program, node, reader) or Room(
+                self.budget, self.reserved_bytes, self.margin_bytes
+            ).objection(program)
             if objection is None and reader is not None:
                 _defer(program, node, reader)
                 count += 1
             else:
                 refusals.append(Refusal.at(node, str(objection)))
         return Changes(count, tuple(refusals))
-
-    def _holds_anyway(self, program: Program) -> str | None:
-        """The objection that nothing need be saved, or None."""
-        if self.budget is None or isinstance(self.budget, Fraction):
-            return None  # a fraction is asked for where less is wanted than the step would take
-        budget = parse_bytes(self.budget, name="memory")
-        plan = plan_memory(program, storages=planned_reuse(program).storages)
-        needed = plan.peak_bytes + plan.resident_bytes + self.reserved_bytes
-        return f"the budget of {format_bytes(budget)} holds without it" if needed <= budget else None
 
 
 def _gives_both(node: fx.Node) -> bool:

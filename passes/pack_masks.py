@@ -1,4 +1,4 @@
-"""Keep the outcome of a coin toss as one byte an element where the backward part needs it again.
+"""Keep the outcome of a coin toss as one bit an element where the backward part needs it again.
 
 Before::
 
@@ -8,16 +8,16 @@ Before::
 After::
 
     mask: 'f32[B,T,D]' = aten.bernoulli.p(like, 0.9)
-    packed: 'b1[B,T,D]' = aten.ne.Scalar(mask, 0)
-    unpacked: 'f32[B,T,D]' = aten._to_copy.default(packed, dtype=torch.float32)
+    packed: 'u8[B*T*D/8]' = graphopt.pack_bits.default(mask)
+    unpacked: 'f32[B,T,D]' = graphopt.unpack_bits.default(packed, [B, T, D], torch.float32)
     scale: 'f32[B,T,D]' = aten.div.Scalar(unpacked, 0.9)    # can be computed again from packed
 
-A random draw is never repeated, so its result had to be kept as it was. Saves ``(itemsize - 1) * numel`` bytes from
+A random draw is never repeated, so its result had to be kept as it was. Saves ``(itemsize - 1/8) * numel`` bytes from
 forward to backward where ``recompute`` then drops ``scale`` and keeps ``packed``. Costs two passes over the mask in the
-forward part and one in the backward part. A toss is 0 or 1, which both dtypes hold exactly.
+forward part and one in the backward part. A toss is 0 or 1, which a bit holds exactly.
 
-Refuses draws that the backward part does not need, that are returned, or whose layout the conversion would not keep.
-Runs only when a policy or a budget asks for less memory.
+Refuses draws that the backward part does not need, that are returned, that have one byte an element already, or whose
+layout would not come back. Runs only when a policy or a budget asks for less memory.
 """
 
 from __future__ import annotations
@@ -25,20 +25,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
 from torch import fx
 
 from graphopt.ir import ops
 from graphopt.ir.liveness import forward_end
 from graphopt.ir.program import Program, Stage, nodes_in
+from graphopt.operators.pack_bits import PACK_BITS, UNPACK_BITS
 from graphopt.pipeline.pass_base import Changes, Pass, Refusal
-
-aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
 class PackMasks(Pass):
-    """Coin tosses are kept as booleans, from which their users are computed again."""
+    """Coin tosses are kept as bits, from which their users are computed again."""
 
     name: ClassVar[str] = "pack-masks"
     stage: ClassVar[Stage] = Stage.STEP
@@ -64,7 +62,7 @@ class PackMasks(Pass):
 
 
 def _is_packed(node: fx.Node) -> bool:
-    return any(ops.is_call(user, aten.ne.Scalar) for user in node.users) and len(node.users) == 1
+    return len(node.users) == 1 and ops.is_call(next(iter(node.users)), PACK_BITS)
 
 
 def _objection(program: Program, node: fx.Node, early: set[fx.Node], returned: set[fx.Node]) -> str | None:
@@ -94,10 +92,9 @@ def _is_needed_late(node: fx.Node, early: set[fx.Node]) -> bool:
 
 
 def _pack(program: Program, node: fx.Node) -> None:
-    packed = program.insert_before(node.next, aten.ne.Scalar, node, 0, origin_of=node)
-    unpacked = program.insert_before(
-        packed.next, aten._to_copy.default, packed, dtype=program.spec(node).dtype, origin_of=node
-    )
+    spec = program.spec(node)
+    packed = program.insert_before(node.next, PACK_BITS, node, origin_of=node)
+    unpacked = program.insert_before(packed.next, UNPACK_BITS, packed, list(spec.shape), spec.dtype, origin_of=node)
     for user in list(node.users):
         if user is not packed:
             user.replace_input_with(node, unpacked)

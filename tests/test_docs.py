@@ -27,7 +27,17 @@ from graphopt.user_files import load_file
 ROOT = Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"
 PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
-CAPABILITIES = ("capture", "training-step", "passes", "memory", "looking-inside", "saving", "benchmarks")
+CAPABILITIES = (
+    "capture",
+    "training-step",
+    "optimizers",
+    "passes",
+    "memory",
+    "looking-inside",
+    "saving",
+    "benchmarks",
+    "precision",
+)
 
 # How many blocks of Python may stay unrun, by page; each says why where it stands.
 NOT_RUN = {"writing-a-pass.md": 1}

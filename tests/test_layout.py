@@ -25,19 +25,32 @@ IMPORTS: dict[str, frozenset[str]] = {
     "operators": frozenset({"kernels"}),
     "ir": frozenset({"errors", "operators"}),
     "loss_scale": frozenset({"errors"}),
-    "optim": frozenset({"errors", "ir", "operators"}),
+    "precision": frozenset({"errors"}),
+    "optim": frozenset({"errors", "ir", "kernels", "operators"}),
     "checkpoint": frozenset({"errors", "ir"}),
     "planner": frozenset({"errors", "ir", "checkpoint"}),
-    "pipeline": frozenset({"errors", "ir", "planner"}),
+    "pipeline": frozenset({"errors", "ir", "planner", "precision"}),
     "passes": frozenset({"errors", "operators", "ir", "pipeline", "checkpoint", "planner"}),
-    "options": frozenset({"errors", "optim", "loss_scale", "checkpoint", "planner", "pipeline"}),
+    "options": frozenset({"errors", "optim", "loss_scale", "precision", "checkpoint", "planner", "pipeline"}),
     "user_files": frozenset({"errors", "pipeline"}),
     "capture": frozenset({"errors", "ir", "operators", "optim", "loss_scale"}),
     "execute": frozenset({"errors", "ir", "operators", "optim", "loss_scale", "capture"}),
-    "report": frozenset({"errors", "ir", "pipeline", "capture", "execute"}),
+    "report": frozenset({"errors", "kernels", "ir", "pipeline", "capture", "execute"}),
     "train": frozenset({"errors", "ir", "execute"}),
     "build": frozenset(
-        {"errors", "ir", "optim", "checkpoint", "planner", "pipeline", "options", "capture", "execute", "report"}
+        {
+            "errors",
+            "ir",
+            "optim",
+            "precision",
+            "checkpoint",
+            "planner",
+            "pipeline",
+            "options",
+            "capture",
+            "execute",
+            "report",
+        }
     ),
     "api": frozenset(
         {
@@ -45,6 +58,7 @@ IMPORTS: dict[str, frozenset[str]] = {
             "ir",
             "optim",
             "loss_scale",
+            "precision",
             "checkpoint",
             "planner",
             "pipeline",
@@ -54,6 +68,7 @@ IMPORTS: dict[str, frozenset[str]] = {
             "build",
         }
     ),
+    "autocast_table": frozenset({"ir", "precision", "api"}),
     "dry_run": frozenset({"ir", "pipeline", "options", "report", "build", "api"}),
     "graphopt": frozenset(
         {
@@ -61,6 +76,7 @@ IMPORTS: dict[str, frozenset[str]] = {
             "version",
             "optim",
             "loss_scale",
+            "precision",
             "checkpoint",
             "pipeline",
             "passes",
@@ -68,6 +84,7 @@ IMPORTS: dict[str, frozenset[str]] = {
             "capture",
             "train",
             "api",
+            "autocast_table",
         }
     ),
     "cli": frozenset({"errors", "version", "planner", "pipeline", "user_files", "train", "dry_run"}),

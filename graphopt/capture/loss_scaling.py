@@ -22,7 +22,7 @@ aten = torch.ops.aten
 
 LOSS_SCALE = "loss_scale"
 GOOD_UPDATES = "loss_scale_good_updates"
-GRADIENTS_FINITE = "graphopt.gradients_finite"  # a name no user output can have by accident
+OVERFLOW = "graphopt.overflow"  # a name no user output can have by accident
 
 
 def loss_scale_spec(parameter: TensorSpec) -> TensorSpec:

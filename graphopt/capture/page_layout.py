@@ -9,13 +9,10 @@ and a range of a parameter's elements is one run in each::
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
-from graphopt.ir.spec import TensorSpec
 from graphopt.optim.state import StateSlot
 
 ALIGNMENT = 64
@@ -41,13 +38,6 @@ class PagedSlot:
         """Bytes of the tensor."""
         return self.numel * self.dtype.itemsize
 
-    def spec(self, parameter: TensorSpec) -> TensorSpec:
-        """The spec of the tensor as whoever looks at it sees it, on the host."""
-        host = torch.device("cpu")
-        if self.is_by_blocks:
-            return TensorSpec((self.numel,), self.dtype, (1,), host)
-        return TensorSpec(parameter.shape, self.dtype, parameter.stride, host)
-
     def elements(self, start: int, stop: int) -> tuple[int, int]:
         """Which of its elements belong to the parameter's from ``start`` (a multiple of ``block``) to ``stop``."""
         return start // self.block, -(-stop // self.block)
@@ -60,15 +50,6 @@ class PageLayout:
     numel: int
     slots: tuple[PagedSlot, ...]
     nbytes: int
-
-
-def layout_of(tensors: Mapping[str, Tensor], parameter: TensorSpec, block: int) -> PageLayout:
-    """The layout for state that is there: one element for each of the parameter's, or one a ``block`` of them."""
-    slots = []
-    for name, tensor in tensors.items():
-        is_by_blocks = tuple(tensor.shape) != parameter.shape
-        slots.append(StateSlot(name, tensor.dtype, block if is_by_blocks else None))
-    return page_layout(tuple(slots), parameter.numel, parameter.dtype)
 
 
 def page_layout(slots: tuple[StateSlot, ...], numel: int, updated_dtype: torch.dtype) -> PageLayout:

@@ -11,10 +11,11 @@ import torch
 from torch import fx
 
 import graphopt.operators.round_weights  # noqa: F401  registers the operators
-from graphopt.capture.update_bucket import MASTER, REMAINDER, UPDATE_NUMBER, UpdateBucket
+from graphopt.capture.update_bucket import UPDATE_NUMBER, UpdateBucket
 from graphopt.ir.program import Program
 from graphopt.ir.spec import TensorSpec
 from graphopt.optim.base import Emit, Number, Optimizer, ParameterUpdate, UpdateResult
+from graphopt.optim.kept_state import MASTER, REMAINDER
 from graphopt.optim.state import Weights
 
 aten = torch.ops.aten

@@ -11,8 +11,8 @@ from torch import fx
 
 from graphopt.capture.loss_scaling import (
     GOOD_UPDATES,
-    GRADIENTS_FINITE,
     LOSS_SCALE,
+    OVERFLOW,
     ScaledGradients,
     ScalingWriter,
     good_updates_spec,
@@ -185,7 +185,8 @@ class _Appender:
         spec = self.program.spec(next(iter(gradients.values())))
         scale = self.add_tensor(LOSS_SCALE, InputKind.STATE, loss_scale_spec(spec))
         scaled = self.scaling.measure(gradients.values(), scale)
-        self.add_output(scaled.finite, OutputKind.USER, GRADIENTS_FINITE)
+        # The number that every update is computed from, not a flag beside it: it is there before any is written.
+        self.add_output(scaled.nothing, OutputKind.USER, OVERFLOW)
         return scaled
 
     def _decide(self, factor: fx.Node | None, weight: fx.Node | None) -> tuple[fx.Node, fx.Node | None, fx.Node | None]:

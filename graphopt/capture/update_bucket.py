@@ -10,10 +10,9 @@ import torch
 
 from graphopt.ir.spec import TensorSpec
 from graphopt.optim.base import Optimizer
+from graphopt.optim.kept_state import MASTER, REMAINDER
 from graphopt.optim.state import AS_TORCH, BlockState, Initial, StateFormat, StateSlot, Weights
 
-MASTER = "master"
-REMAINDER = "remainder"
 UPDATE_NUMBER = "update"
 
 _WEIGHT_SLOTS: dict[Weights, tuple[StateSlot, ...]] = {

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from graphopt.capture.batch import BoundBatch
-from graphopt.capture.loss_scaling import GRADIENTS_FINITE
+from graphopt.capture.loss_scaling import OVERFLOW
 from graphopt.capture.update import GRAD_NORM
 from graphopt.errors import BatchError
 from graphopt.execute.executable import Executable
@@ -16,7 +16,7 @@ from graphopt.execute.model_view import ModelView
 from graphopt.ir.program import Program
 from graphopt.ir.spec import Input, InputKind, OutputKind, TensorSpec
 
-_OUR_OWN = frozenset({GRAD_NORM, GRADIENTS_FINITE})
+_OUR_OWN = frozenset({GRAD_NORM, OVERFLOW})
 """Outputs of kind USER that the update reports to the step."""
 
 

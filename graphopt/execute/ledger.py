@@ -56,46 +56,24 @@ class UpdateLedger:
         self.settle()
         return self._last
 
-    def applied(self, facts: UpdateFacts, verdict: Verdict) -> None:
-        """The update has been written."""
-        scale = self._scale()
-        self._count_applied(facts)
-        if facts.weight is None and scale is None:
-            self._last = update_info(facts.loss, verdict.norm)
-        else:
-            self._last = _applied_info(facts, verdict, scale)
-
-    def skipped(self, facts: UpdateFacts, verdict: Verdict) -> None:
-        """Nothing has been written; an open window is dropped whole."""
-        self._skip(facts, verdict, self._scale())
-
-    def decided_later(self, facts: UpdateFacts, evidence: Evidence, scale: torch.Tensor) -> None:
-        """The program has written the update or not; ``scale``: the one it was computed with."""
-        self._pending = _Pending(facts, evidence, scale)
-        self.schedules.hold_until_known(self.settle)
-
-    def settle(self) -> None:
-        """Find out about an update that the program decided on."""
-        pending, self._pending = self._pending, None
-        if pending is None:
-            return
-        verdict, facts, scale = pending.evidence.verdict(), pending.facts, float(pending.scale)
-        if verdict.skipped is not None:
-            self._skip(facts, verdict, scale)
-            return
-        self._count_applied(facts)
-        self._last = _applied_info(facts, verdict, scale)
-
-    def _scale(self) -> float | None:
-        return None if self.state.scaler is None else float(self.state.scaler.scale)
-
-    def _count_applied(self, facts: UpdateFacts) -> None:
+    def written(self, facts: UpdateFacts) -> None:
+        """The update is being written; part of the commit, so nothing of a user's is called here."""
+        self.state.window.clear()
         self.state.advance(facts.names)
         if self.state.scaler is not None:
             self.state.scaler.note_applied()
-        self.schedules.note_applied()
 
-    def _skip(self, facts: UpdateFacts, verdict: Verdict, scale: float | None) -> None:
+    def applied(self, facts: UpdateFacts, verdict: Verdict, scale: float | None) -> None:
+        """The update has been written; ``scale``: the loss scale it was computed with."""
+        self.schedules.note_applied()
+        if facts.weight is None and scale is None:
+            self._last = update_info(facts.loss, verdict.norm)
+            return
+        weight = 1.0 if facts.weight is None else float(facts.weight)
+        self._last = UpdateInfo(float(facts.loss), verdict.norm, facts.micro_batches, weight, loss_scale=scale)
+
+    def skipped(self, facts: UpdateFacts, verdict: Verdict, scale: float | None) -> None:
+        """Nothing has been written; an open window is dropped whole."""
         reason = verdict.skipped
         with held_interrupts():
             self.state.window.clear()
@@ -107,7 +85,24 @@ class UpdateLedger:
         loss = 0.0 if verdict.is_empty else float(facts.loss)
         self._last = UpdateInfo(loss, verdict.norm, facts.micro_batches, 0.0, skipped=reason, loss_scale=scale)
 
+    def decided_later(self, facts: UpdateFacts, evidence: Evidence, scale: torch.Tensor) -> None:
+        """The program has written the update or not; ``scale``: the loss scale it was computed with."""
+        self.state.window.clear()
+        self._pending = _Pending(facts, evidence, scale)
 
-def _applied_info(facts: UpdateFacts, verdict: Verdict, scale: float | None) -> UpdateInfo:
-    weight = 1.0 if facts.weight is None else float(facts.weight)
-    return UpdateInfo(float(facts.loss), verdict.norm, facts.micro_batches, weight, loss_scale=scale)
+    def hold_schedules(self) -> None:
+        """Let schedules find out about an update that the program decided on before they move."""
+        if self._pending is not None:
+            self.schedules.hold_until_known(self.settle)
+
+    def settle(self) -> None:
+        """Find out about an update that the program decided on."""
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return
+        verdict, scale = pending.evidence.verdict(), float(pending.scale)
+        if verdict.skipped is not None:
+            self.skipped(pending.facts, verdict, scale)
+            return
+        self.written(pending.facts)
+        self.applied(pending.facts, verdict, scale)

@@ -24,7 +24,17 @@ class LossScaler:
         self.scale = torch.tensor(options.init, dtype=torch.float32, device=device)
         self.good_updates = torch.tensor(0, dtype=torch.int32, device=device)
         self.skipped_in_a_row = 0
-        self.decides_on_device = options.decides_on(device.type) == "device"
+        self._warned_at_floor = False  # since the last update that was applied
+
+    @property
+    def decides_on_device(self) -> bool:
+        """Whether the compiled program decides if an update is applied, and changes the scale itself."""
+        return self.options.decides_on(self.scale.device.type) == "device"
+
+    def follow(self, device: torch.device) -> None:
+        """Take over the device of parameters that were moved."""
+        if device != self.scale.device:
+            self.scale, self.good_updates = self.scale.to(device), self.good_updates.to(device)
 
     def state_tensor(self, name: str) -> torch.Tensor:
         """The tensor that the graph of the update knows as ``name``."""
@@ -46,6 +56,7 @@ class LossScaler:
     def note_applied(self) -> None:
         """An update was applied. Where the program decides, it has counted already."""
         self.skipped_in_a_row = 0
+        self._warned_at_floor = False
         if self.decides_on_device or not self.options.dynamic:
             return
         self.good_updates += 1
@@ -65,7 +76,8 @@ class LossScaler:
     def _warn(self, scale: float) -> None:
         options, in_a_row = self.options, self.skipped_in_a_row
         at_floor = options.dynamic and scale <= options.floor
-        if at_floor and in_a_row % options.warn_after == 1 % options.warn_after:
+        if at_floor and not self._warned_at_floor:
+            self._warned_at_floor = True
             log.warning(
                 "loss scaling: gradients overflow at the smallest loss scale, %g, so a smaller scale cannot help: look "
                 "for inf or NaN in the batch and in the loss, lower the learning rate, or compute in bfloat16",
@@ -97,11 +109,16 @@ class LossScaler:
         self.skipped_in_a_row = saved["skipped_in_a_row"]
 
 
+def device_of(parameters: Iterable[torch.Tensor]) -> torch.device:
+    """The device of the first of ``parameters``, where the scale is kept."""
+    return next((parameter.device for parameter in parameters), torch.device("cpu"))
+
+
 def make_scaler(options: LossScale | None, parameters: Iterable[torch.Tensor]) -> LossScaler | None:
     """The scaler of a step that trains ``parameters``, on their device; None without options."""
     if options is None:
         return None
-    return LossScaler(options, next((parameter.device for parameter in parameters), torch.device("cpu")))
+    return LossScaler(options, device_of(parameters))
 
 
 def check_scaler_state(saved: Mapping[str, Any], scaler: LossScaler | None) -> None:

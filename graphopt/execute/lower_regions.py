@@ -186,5 +186,6 @@ def _with_inputs_of(program: Program) -> Program:
     for name, tensor in program.module._buffers.items():
         new.module.register_buffer(name, tensor, persistent=False)
     new.decisions = program.decisions
+    new.precision = program.precision
     new.default_fake_mode = program.fake_mode
     return new

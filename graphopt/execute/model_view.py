@@ -58,6 +58,21 @@ def view_model(model: torch.nn.Module, loss: str | Callable[..., Any] | None = N
     return ModelView(parameters, buffers, tuple(facts), has_hooks, tuple(modules))
 
 
+def embedding_parameters(model: torch.nn.Module, parameters: Mapping[str, torch.nn.Parameter]) -> tuple[str, ...]:
+    """Names among ``parameters`` of the weights of embedding modules: what can be known before a graph is captured."""
+    names = {id(parameter): name for name, parameter in parameters.items()}
+    kinds = (torch.nn.Embedding, torch.nn.EmbeddingBag)
+    tables = [module.weight for module in model.modules() if isinstance(module, kinds)]
+    return tuple(names[id(table)] for table in tables if id(table) in names)
+
+
+def parameter_aliases(model: torch.nn.Module, parameters: Mapping[str, torch.nn.Parameter]) -> dict[str, str]:
+    """From the other names of tied parameters to the names that ``parameters`` has them under."""
+    names = {id(parameter): name for name, parameter in parameters.items()}
+    every = model.named_parameters(remove_duplicate=False)
+    return {name: names[id(parameter)] for name, parameter in every if names.get(id(parameter), name) != name}
+
+
 @contextmanager
 def eval_mode(model: torch.nn.Module) -> Iterator[None]:
     """Inside, every module of ``model`` is in eval mode; behind it, each is in its own again."""

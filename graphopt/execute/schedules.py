@@ -13,7 +13,7 @@ import gc
 import sys
 import weakref
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
@@ -79,45 +79,58 @@ def _nothing() -> None:
     """What is to be done when a schedule is to move that must rest."""
 
 
-class _Resting:
-    """What is mixed into the class of a scheduler that rests."""
-
-    own_class: ClassVar[type[LRScheduler]]
-
-    def step(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing, unless it turns out that the update was applied."""
-        _find_out[self]()
-        if not isinstance(self, _Resting):  # what was found out has made it what it was
-            self.step(*args, **kwargs)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """As an instance of its own class: resting is not part of what a scheduler is."""
-        own_class = self.own_class
-        reduced = super().__reduce_ex__(protocol)
-        if isinstance(reduced, str):
-            return reduced
-        function, arguments, *rest = reduced
-        return (function, tuple(own_class if argument is type(self) else argument for argument in arguments), *rest)
-
-
-_find_out: weakref.WeakKeyDictionary[Any, Callable[[], None]] = weakref.WeakKeyDictionary()
-_classes: weakref.WeakKeyDictionary[type, type] = weakref.WeakKeyDictionary()
+_find_out: weakref.WeakKeyDictionary[LRScheduler, Callable[[], None]] = weakref.WeakKeyDictionary()
+_resting_classes: weakref.WeakKeyDictionary[type, type] = weakref.WeakKeyDictionary()
+_OWN_CLASS = "_graphopt_own_class"
 
 
 def _hold(scheduler: LRScheduler, find_out: Callable[[], None]) -> None:
     _find_out[scheduler] = find_out
-    if not isinstance(scheduler, _Resting):
+    if not _is_resting(scheduler):
         scheduler.__class__ = _resting_class(type(scheduler))
 
 
 def _release(scheduler: LRScheduler) -> None:
     _find_out.pop(scheduler, None)
-    if isinstance(scheduler, _Resting):
-        scheduler.__class__ = scheduler.own_class  # type: ignore[assignment]
+    if _is_resting(scheduler):
+        scheduler.__class__ = getattr(scheduler, _OWN_CLASS)
+
+
+def _is_resting(scheduler: LRScheduler) -> bool:
+    return hasattr(type(scheduler), _OWN_CLASS)
+
+
+def _step(scheduler: LRScheduler, *args: Any, **kwargs: Any) -> None:
+    """The ``step`` of a scheduler that rests: nothing, unless it turns out that the update was applied."""
+    _find_out[scheduler]()
+    if not _is_resting(scheduler):  # what was found out has made it what it was
+        scheduler.step(*args, **kwargs)
+
+
+def _reduce(scheduler: LRScheduler, protocol: Any) -> Any:
+    """``__reduce_ex__`` as of an instance of its own class: resting is no part of what a scheduler is.
+
+    In the form of protocol 1, which every protocol can hold; later ones insist that the class is that of the instance.
+    """
+    own_class = getattr(scheduler, _OWN_CLASS)
+    reduced = own_class.__reduce_ex__(scheduler, 1)
+    if isinstance(reduced, str):
+        return reduced
+    function, arguments, *rest = reduced
+    arguments = tuple(own_class if argument is type(scheduler) else argument for argument in arguments)
+    return (function, arguments, *rest)
 
 
 def _resting_class(own_class: type[LRScheduler]) -> type:
-    if own_class not in _classes:
-        body = {"own_class": own_class, "__module__": own_class.__module__, "__qualname__": own_class.__qualname__}
-        _classes[own_class] = type(own_class.__name__, (_Resting, own_class), body)
-    return _classes[own_class]
+    """A subclass of ``own_class`` of the same memory layout, so that instances can become one and go back."""
+    if own_class not in _resting_classes:
+        body = {
+            "__slots__": (),
+            "__module__": own_class.__module__,
+            "__qualname__": own_class.__qualname__,
+            _OWN_CLASS: own_class,
+            "step": _step,
+            "__reduce_ex__": _reduce,
+        }
+        _resting_classes[own_class] = type(own_class.__name__, (own_class,), body)
+    return _resting_classes[own_class]

@@ -1,4 +1,4 @@
-"""In which format each parameter's state is kept, decided once for a parameter and remembered."""
+"""In which format each parameter's state is kept, decided once for a parameter under a graph and remembered."""
 
 from __future__ import annotations
 
@@ -27,18 +27,46 @@ class StateChoices:
         self._weights = weights
         self._decided: dict[tuple[str, str], StateChoice] = {}
         self._warned = False
+        self._is_settled = False
+
+    def hint_embeddings(self, names: Iterable[str]) -> None:
+        """Rows of these parameters are probably looked up: what is known before a graph is captured."""
+        if not self._is_settled:
+            self.embeddings.update(names)
 
     def note_embeddings(self, names: Iterable[str]) -> None:
-        """Rows of these parameters are looked up."""
+        """Rows of these parameters are looked up, as a captured graph shows."""
+        if not self._is_settled:
+            self.embeddings.clear()
+        self._is_settled = True
         self.embeddings.update(names)
 
     def choice(self, name: str, parameter: torch.Tensor, options: Mapping[str, Any]) -> StateChoice:
-        """The StateChoice of ``parameter``; the first one stays until its group asks for another."""
+        """The StateChoice of ``parameter``; the first one under a graph stays until its group asks for another."""
         key = (name, str(options["state"]))
-        if key not in self._decided:
-            facts = ParameterFacts(TensorSpec.of(parameter), name in self.embeddings)
-            self._decided[key] = self.optimizer.state_choice(options, facts)
-        return self._decided[key]
+        if key in self._decided:
+            return self._decided[key]
+        found = self._choose(name, parameter, options, is_embedding=name in self.embeddings)
+        if self._is_settled:
+            self._decided[key] = found
+        return found
+
+    def possible(self, name: str, parameter: torch.Tensor, options: Mapping[str, Any]) -> tuple[StateChoice, ...]:
+        """The choices that can come out once a graph is captured, the likeliest first; one if there is a graph."""
+        found = self.choice(name, parameter, options)
+        if self._is_settled:
+            return (found,)
+        other = self._choose(name, parameter, options, is_embedding=name not in self.embeddings)
+        return (found,) if other.format == found.format else (found, other)
+
+    def settle(self, name: str, options: Mapping[str, Any], choice: StateChoice) -> None:
+        """State in this format was loaded: the choice stays, whatever a graph shows."""
+        self._decided[(name, str(options["state"]))] = choice
+
+    def _choose(
+        self, name: str, parameter: torch.Tensor, options: Mapping[str, Any], *, is_embedding: bool
+    ) -> StateChoice:
+        return self.optimizer.state_choice(options, ParameterFacts(TensorSpec.of(parameter), is_embedding))
 
     def weights(self, name: str, parameter: torch.Tensor) -> Weights:
         """How ``parameter`` is kept exact; UnsupportedError where its dtype does not allow what was asked for."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,13 +25,15 @@ from graphopt.execute.inputs import collect_inputs, refuse_aliased, user_outputs
 from graphopt.execute.interrupts import held_interrupts
 from graphopt.execute.ledger import UpdateFacts, UpdateLedger
 from graphopt.execute.loss_scaler import make_scaler
+from graphopt.execute.model_state import model_state
 from graphopt.execute.model_view import ModelView, eval_mode, view_model
 from graphopt.execute.paging.store import PagingStatistics
+from graphopt.execute.run_update import UpdateRun, run_update
 from graphopt.execute.shared_memory import apart_from
 from graphopt.execute.state_inputs import no_state, state_source
-from graphopt.execute.train_state import TrainState
+from graphopt.execute.state_rows import StateRow, state_rows
 from graphopt.execute.update_info import UpdateInfo
-from graphopt.execute.verdict import EMPTY_WINDOW, evidence
+from graphopt.execute.verdict import EMPTY_WINDOW
 from graphopt.ir.program import Program
 from graphopt.ir.spec import OutputKind, TensorSpec
 from graphopt.optim.state import Weights
@@ -86,8 +88,7 @@ class TrainStep:
         self.builder = builder
         self.model = builder.model
         options = builder.options
-        weights = Weights(options.precision.master)
-        self.state = TrainState(options.optimizer, view_model(self.model).parameters, weights=weights)
+        self.state = model_state(self.model, options.optimizer, weights=Weights(options.precision.master))
         self.state.scaler = make_scaler(options.loss_scale, self.state.known.values())
         self.steps: SignatureCache[_Compiled] = SignatureCache(options.max_signatures)
         self.parts: SignatureCache[Any] = SignatureCache(options.max_signatures)
@@ -173,12 +174,11 @@ class TrainStep:
         refuse_aliased(program, bound)
         inputs = self._inputs(program, view, bound, buckets)
         outputs: list[Any] = [None] * len(program.signature.outputs)
-        self._run_update(
-            executable,
-            inputs,
-            outputs,
+        run_update(
+            UpdateRun(executable, inputs, outputs),
+            self.ledger,
+            commit=self._commit,
             facts=lambda: UpdateFacts(part.reached, self._loss(part, program, outputs)),
-            finish=lambda: write_back(executable, inputs, outputs),
         )
         return rebuild(part.captured.structure, user_outputs(program, outputs))
 
@@ -227,7 +227,7 @@ class TrainStep:
         loss = window.loss / weight if window.divides else window.loss.clone()
         micro_batches = window.micro_batches
         if not self.ledger.decides_late and float(weight) == 0.0:
-            self.ledger.skipped(UpdateFacts((), 0.0, micro_batches, weight), EMPTY_WINDOW)
+            self.ledger.skipped(UpdateFacts((), 0.0, micro_batches, weight), EMPTY_WINDOW, self.loss_scale)
             return
         names = tuple(name for name in view.parameters if name in window.touched)
         buckets = self.state.buckets(names)
@@ -241,37 +241,7 @@ class TrainStep:
         inputs = self._inputs(program, view, None, buckets)
         outputs: list[Any] = [None] * len(program.signature.outputs)
         facts = UpdateFacts(names, loss, micro_batches, weight)
-        self._run_update(executable, inputs, outputs, facts=lambda: facts, finish=lambda: None)
-
-    def _run_update(
-        self,
-        executable: Executable,
-        inputs: list[Any],
-        outputs: list[Any],
-        *,
-        facts: Callable[[], UpdateFacts],
-        finish: Callable[[], None],
-    ) -> None:
-        """Run a program that ends in an update, which is skipped as a whole if its gradients are not to be used."""
-        ledger, scaler = self.ledger, self.state.scaler
-        with plain_execution():
-            carried = run_before_commit(executable, inputs, outputs)
-            scale = scaler.scale.clone() if scaler is not None and ledger.decides_late else None
-            verdict = evidence(executable.program, outputs).verdict() if scale is None else None
-            if verdict is not None and verdict.skipped is not None:
-                carried.clear()
-                ledger.skipped(facts(), verdict)
-                return
-            with self._commit():
-                run_segment(executable.segments[-1], inputs, carried, outputs)
-                self.state.paging.settle()
-                finish()
-                if verdict is not None:
-                    ledger.applied(facts(), verdict)
-                elif scale is not None:
-                    found = evidence(executable.program, outputs, weight=facts().weight)
-                    ledger.decided_later(facts(), found, scale)
-                self.state.window.clear()
+        run_update(UpdateRun(executable, inputs, outputs), self.ledger, commit=self._commit, facts=lambda: facts)
 
     def _loss(self, part: Any, program: Program, outputs: Sequence[Any]) -> Any:
         for position, output in program.signature.outputs_of(OutputKind.USER):
@@ -318,7 +288,7 @@ class TrainStep:
     @property
     def paging(self) -> PagingStatistics:
         """Whose optimizer state is paged, how much of it is where, and what has been moved."""
-        return self.state.paging.statistics()
+        return self.state.pager.store.statistics()
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -354,13 +324,14 @@ class TrainStep:
         """The report of the step that ran last: passes, memory by class, peak predicted and (``measure``) measured."""
         from graphopt.report.step_report import step_report
 
-        return step_report(self._ran(), self.builder.options, measure=measure, notes=self._notes())
+        ran, state = self._ran(), self._state_rows()
+        return step_report(ran, self.builder.options, measure=measure, notes=self._notes(), state=state)
 
     def explain(self, name: str) -> str:
         """What became of a module, parameter or value: where it comes from, when it lives, bytes, refusals."""
         from graphopt.report.explain import explain
 
-        return explain(self._ran(), name)
+        return explain(self._ran(), name, self._state_rows())
 
     @property
     def dumps(self) -> tuple[Path, ...]:
@@ -388,8 +359,12 @@ class TrainStep:
             raise StateError("nothing has been compiled yet: call step(**batch) once; the first batch is the example")
         return self.last_executable
 
+    def _state_rows(self) -> tuple[StateRow, ...]:
+        parts = self.parts.built.values()
+        return state_rows(self.state, [name for part in parts for name in part[0].reached]) if parts else ()
+
     def _notes(self) -> tuple[str, ...]:
-        paging = self.state.paging.notes()
+        paging = self.state.pager.store.notes()
         if not self.accumulates:
             return paging
         return paging + tuple(f"accumulation: {part[0].weight.reason}" for part in self.parts.built.values())

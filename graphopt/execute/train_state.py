@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import logging
-import weakref
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from graphopt.capture.loss_weight import LossWeight
-from graphopt.capture.page_layout import PageLayout, layout_of
-from graphopt.capture.range_update import PAGES, pages_layout
-from graphopt.capture.update_bucket import MASTER, UPDATE_NUMBER, UpdateBucket, make_bucket
+from graphopt.capture.range_update import PAGES
+from graphopt.capture.update import window_spec
+from graphopt.capture.update_bucket import UPDATE_NUMBER, UpdateBucket, make_bucket
 from graphopt.errors import StateError
-from graphopt.execute.loss_scaler import LossScaler, check_scaler_state
-from graphopt.execute.paging.store import PageStore
-from graphopt.execute.state_checks import check_state
-from graphopt.execute.state_choices import StateChoices
+from graphopt.execute.loss_scaler import LossScaler, check_scaler_state, device_of
+from graphopt.execute.master_watch import MasterWatch
+from graphopt.execute.paging.state_pager import StatePager
+from graphopt.execute.state_keeper import StateKeeper
 from graphopt.ir.spec import TensorSpec
 from graphopt.optim.base import Optimizer, refuse_complex
-from graphopt.optim.facade import OptimizerFacade
+from graphopt.optim.facade import OptimizerFacade, check_optimizer
+from graphopt.optim.kept_state import MASTER, KeptState, copied_state, memory_order
 from graphopt.optim.state import StateChoice, Weights
 
 log = logging.getLogger(__name__)
@@ -62,22 +62,34 @@ class TrainState:
     """Optimizer state in ``facade.state`` (torch's own form), step counts, window, counters."""
 
     def __init__(
-        self, optimizer: Optimizer, parameters: Mapping[str, torch.nn.Parameter], *, weights: Weights = Weights.OWN
+        self,
+        optimizer: Optimizer,
+        parameters: Mapping[str, torch.nn.Parameter],
+        *,
+        weights: Weights = Weights.OWN,
+        aliases: Mapping[str, str] | None = None,
     ) -> None:
+        """``aliases``: other names of tied parameters, to the names that ``parameters`` has them under."""
         self.optimizer = optimizer
-        self.choices = StateChoices(optimizer, weights)
-        self.facade = OptimizerFacade(optimizer, parameters)
-        self.paging = PageStore(optimizer)
-        self.layouts: dict[str, PageLayout] = {}
-        if self.paging.is_on:
-            me = weakref.ref(self)  # the facade outlives nothing of a step
-            self.facade.register_load_state_dict_post_hook(lambda _: _repage(me()))
-        self.known = dict(parameters)
+        self.keeper = StateKeeper(optimizer, parameters, weights)
+        self.choices = self.keeper.choices
+        self.known = self.keeper.known
+        self.facade = OptimizerFacade(optimizer, parameters, self.keeper, aliases)
+        self.pager = StatePager(self.keeper, self.facade)
+        self.masters = MasterWatch()
         self.window = Window()
         self.scaler: LossScaler | None = None
-        self.updates = 0
         self.skipped = 0
         self.warned = False
+
+    @property
+    def updates(self) -> int:
+        """How many updates there were; what is rounded by chance draws from this number."""
+        return self.keeper.updates
+
+    @updates.setter
+    def updates(self, count: int) -> None:
+        self.keeper.updates = count
 
     def warn_unproven(self, weight: LossWeight) -> None:
         """Say once how the window counts where the graph of the loss does not prove that it equals the full batch."""
@@ -101,10 +113,13 @@ class TrainState:
             else:
                 self.facade.replace_parameter(old, parameter)
             self.known[name] = parameter
+        self.masters.follow(self.known, self.facade.state)
+        if self.scaler is not None:
+            self.scaler.follow(device_of(parameters.values()))
 
     def buckets(self, names: tuple[str, ...]) -> tuple[UpdateBucket, ...]:
         """``names`` grouped by parameter group and step count, as the graph needs them."""
-        self._decide_paging()
+        self.pager.decide(name for name, parameter in self.known.items() if parameter.requires_grad)
         members: dict[tuple[Any, ...], list[str]] = {}
         groups = {id(p): i for i, group in enumerate(self.facade.param_groups) for p in group["params"]}
         for name in names:
@@ -116,9 +131,9 @@ class TrainState:
             options = self.facade.param_groups[group]
             kept = self.choices.choice(name, parameter, options).format
             weights = self.choices.weights(name, parameter)
-            key = (group, self._count(parameter), kept, weights, self.paging.is_paged(name))
+            key = (group, self._count(parameter), kept, weights, self.pager.is_paged(name))
             members.setdefault(key, []).append(name)
-        buckets = tuple(
+        return tuple(
             make_bucket(
                 self.optimizer,
                 self.facade.param_groups[group],
@@ -130,39 +145,21 @@ class TrainState:
             )
             for position, ((group, _, kept, weights, is_paged), inside) in enumerate(members.items())
         )
-        for bucket in buckets:
-            if bucket.is_paged:
-                specs = {name: TensorSpec.of(self.known[name]) for name in bucket.parameters}
-                self.layouts.update({name: pages_layout(bucket, spec) for name, spec in specs.items()})
-        return buckets
-
-    def near_bytes(self, names: tuple[str, ...]) -> int:
-        """Bytes of the state of ``names`` that lies in ordinary memory."""
-        return sum(
-            bucket.state_bytes(TensorSpec.of(self.known[name]))
-            for bucket in self.buckets(names)
-            for name in bucket.parameters
-            if not bucket.is_paged
-        )
-
-    def _decide_paging(self) -> None:
-        """Decide for all trainable parameters at once which of them keep their state in ordinary memory."""
-        trained = {name: parameter for name, parameter in self.known.items() if parameter.requires_grad}
-        sizes = {}
-        for name in self.paging.undecided(trained):
-            parameter, options = trained[name], self.facade.param_groups[self.facade.group_of(trained[name])]
-            kept, weights = self.choice(name).format, self.choices.weights(name, parameter)
-            bucket = make_bucket(
-                self.optimizer, options, name="", parameters=(name,), state_format=kept, weights=weights
-            )
-            sizes[name] = bucket.state_bytes(TensorSpec.of(parameter))
-        self.paging.decide(sizes, trained)
 
     def choice(self, name: str) -> StateChoice:
         """In which format the state of parameter ``name`` is kept, and why."""
-        parameter = self.known[name]
-        options = self.facade.param_groups[self.facade.group_of(parameter)]
-        return self.choices.choice(name, parameter, options)
+        return self.kept(name).choice
+
+    def kept(self, name: str) -> KeptState:
+        """How the state of parameter ``name`` is kept."""
+        return self.keeper.kept(name, self._options_of(name))
+
+    def near_bytes(self, names: Iterable[str]) -> int:
+        """Bytes of the state of ``names`` that lies in ordinary memory."""
+        return sum(self.kept(name).nbytes for name in names if not self.pager.is_paged(name))
+
+    def _options_of(self, name: str) -> Mapping[str, Any]:
+        return self.facade.param_groups[self.facade.group_of(self.known[name])]
 
     def numbers(self, buckets: tuple[UpdateBucket, ...]) -> dict[str, float]:
         """The numbers of this update by the names the graph knows: ``lr.0``, ``step.0``, ..."""
@@ -182,27 +179,13 @@ class TrainState:
         if self.optimizer.counts_steps and "step" not in state:
             state["step"] = torch.tensor(0.0)
         if state_name == PAGES:
-            return self._pages(name, state)
+            return self.pager.pages(name, state)
         if state_name not in state:
-            state[state_name] = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=spec.device)
-            self._fill(name, state_name, state[state_name])
+            state[state_name] = zeros(spec)
+            if state_name == MASTER:
+                state[state_name].copy_(self.known[name].detach())
         _refuse_other_spec(f"state {state_name}", name, state[state_name], spec)
         return state[state_name]  # type: ignore[no-any-return]
-
-    def _fill(self, name: str, state_name: str, tensor: torch.Tensor) -> None:
-        """What a state tensor holds before the first update."""
-        if state_name == MASTER:
-            tensor.copy_(self.known[name].detach())
-        else:
-            tensor.zero_()
-
-    def _pages(self, name: str, state: dict[str, Any]) -> torch.Tensor:
-        """The pages of ``name``, with all that ``state`` holds of it in them."""
-        parameter, layout = self.known[name], self.layouts[name]
-        for slot in layout.slots:
-            if slot.name in state:
-                _refuse_other_spec(f"state {slot.name}", name, state[slot.name], slot.spec(TensorSpec.of(parameter)))
-        return self.paging.page_in(name, layout, parameter, state, lambda slot, tensor: self._fill(name, slot, tensor))
 
     def advance(self, names: tuple[str, ...]) -> None:
         """Count an update of ``names``."""
@@ -212,6 +195,7 @@ class TrainState:
                 state["step"] += 1
             elif "momentum_buffer" in state:
                 state["updated"] = True
+        self.masters.updated(names, self.known)
         self.updates += 1
         self.facade._opt_called = True
 
@@ -230,6 +214,7 @@ class TrainState:
             "version": FORMAT_VERSION,
             "optimizer": type(self.optimizer).__name__,
             "state": {name: dict(self.facade.state[p]) for name, p in self.known.items() if p in self.facade.state},
+            "formats": self.facade.formats(),
             "groups": [self._group_dict(group) for group in self.facade.param_groups],
             "window": {
                 "gradients": {name: self.window.gradients[name] for name in self.window.touched},
@@ -250,19 +235,19 @@ class TrainState:
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Restore what ``state_dict`` gave. Everything is checked before anything is changed."""
-        self._check(saved)
-        self._decide_by_size(saved["state"])
-        paged = {name: values for name, values in saved["state"].items() if self.paging.is_paged(name)}
-        self._reserve(paged)
+        checked = self._check(saved)
+        for name, (options, kept) in checked.items():
+            self.keeper.settle(name, options, kept)
+        self.pager.decide(saved["state"])
+        self.pager.reserve(saved["state"])
         self.facade.state.clear()
         for name, values in saved["state"].items():
-            parameter = self.known[name]
-            # What is paged is copied straight into its pages, never whole into ordinary memory.
-            there = _paged_part(values) if name in paged else {}
-            copied = {key: _copied(value, parameter) for key, value in values.items() if key not in there}
-            self.facade.state[parameter] = {**values, **copied}
-            if name in paged:
-                self._pages(name, self.facade.state[parameter])
+            # What is paged goes from where it is straight into its pages.
+            paged = checked[name][1].specs if name in checked and self.pager.is_paged(name) else {}
+            copied = copied_state({key: values[key] for key in values if key not in paged}, self.known[name])
+            state = self.facade.state[self.known[name]] = {**values, **copied}
+            if paged:
+                self.pager.pages(name, state)
         for group, options in zip(self.facade.param_groups, saved["groups"], strict=True):
             group.update({key: _restored(value) for key, value in options.items() if key != "params"})
             group["params"] = [self.known[name] for name in options["params"]]
@@ -272,32 +257,6 @@ class TrainState:
         if self.scaler is not None and saved.get("loss_scale") is not None:
             self.scaler.load_state_dict(saved["loss_scale"])
         _restore_random_state(saved["random"])
-
-    def _page_loaded(self) -> None:
-        """Page what was loaded through ``facade`` alone, as torch does it: into new tensors."""
-        loaded = {name: self.facade.state[p] for name, p in self.known.items() if p in self.facade.state}
-        self._decide_by_size(loaded)
-        paged = {name: values for name, values in loaded.items() if self.paging.is_paged(name)}
-        self._reserve(paged)
-        for name, values in paged.items():
-            self._pages(name, values)
-
-    def _decide_by_size(self, states: Mapping[str, Mapping[str, Any]]) -> None:
-        """Decide what is paged from state that is there, before a first step has said what there will be."""
-        sizes = {
-            name: sum(tensor.nbytes for tensor in _paged_part(states[name]).values())
-            for name in self.paging.undecided(states)
-        }
-        self.paging.decide(sizes, self.known)
-
-    def _reserve(self, states: Mapping[str, Mapping[str, Any]]) -> None:
-        """Make room for all of ``states`` before anything is changed."""
-        block_format = getattr(self.optimizer, "block_format", None)
-        for name, values in states.items():
-            parameter = self.known[name]
-            block = 1 if block_format is None else block_format.block
-            self.layouts[name] = layout_of(_paged_part(values), TensorSpec.of(parameter), block)
-            self.paging.reserve(name, self.layouts[name], parameter)
 
     def _load_window(self, window: Mapping[str, Any]) -> None:
         self.window = Window()
@@ -310,40 +269,47 @@ class TrainState:
         self.window.micro_batches = int(window["micro_batches"])
         self.window.divides = bool(window["divides"])
 
-    def _check(self, saved: Mapping[str, Any]) -> None:
+    def _check(self, saved: Mapping[str, Any]) -> dict[str, tuple[Mapping[str, Any], KeptState]]:
+        """The options and the kept state of each parameter that has a saved state."""
         expected = {"version", "optimizer", "state", "groups", "window", "counters", "random"}
-        if not isinstance(saved, Mapping) or set(saved) - {"loss_scale"} != expected:
+        if not isinstance(saved, Mapping) or set(saved) - {"formats", "loss_scale"} != expected:
             raise StateError(f"expected a state dict of a compiled step with {sorted(expected)}, came {_keys(saved)}")
         if saved["version"] != FORMAT_VERSION:
             raise StateError(f"the state has format version {saved['version']}, this graphopt reads {FORMAT_VERSION}")
-        if saved["optimizer"] != type(self.optimizer).__name__:
-            raise StateError(
-                f"the state belongs to {saved['optimizer']}, but the step was compiled with "
-                f"{type(self.optimizer).__name__}"
-            )
+        check_optimizer(saved["optimizer"], self.optimizer)
         if len(saved["groups"]) != len(self.facade.param_groups):
             raise StateError(
                 f"the state has {len(saved['groups'])} parameter groups, the step {len(self.facade.param_groups)}"
             )
+        options = {name: group for group in saved["groups"] for name in group["params"]}
         named = [name for group in saved["groups"] for name in group["params"]]
         if sorted(named) != sorted(self.known):
             missing, unknown = sorted(set(self.known) - set(named)), sorted(set(named) - set(self.known))
             raise StateError(f"parameters do not match the model: missing {missing}, unknown {unknown}")
-        for name, values in saved["state"].items():
-            self._check_state(name, values)
+        gradients = saved["window"]["gradients"]
+        stray = sorted({*saved["state"], *gradients} - set(options))
+        if stray:
+            raise StateError(f"the state holds {stray}, which the model does not have")
+        for name, gradient in gradients.items():
+            _refuse_other_spec("window gradient", name, gradient, window_spec(TensorSpec.of(self.known[name])))
         check_scaler_state(saved, self.scaler)
-
-    def _check_state(self, name: str, values: Mapping[str, Any]) -> None:
-        parameter = self.known.get(name)
-        if parameter is None:
-            raise StateError(f"the state holds {name!r}, which the model does not have")
-        check_state(name, values, TensorSpec.of(parameter), self.optimizer)
+        formats = saved.get("formats", {})
+        return {
+            name: (options[name], self.keeper.check(name, options[name], values, formats.get(name)))
+            for name, values in saved["state"].items()
+            if values
+        }
 
 
 def _refuse_other_spec(what: str, name: str, tensor: torch.Tensor, spec: TensorSpec) -> None:
-    """Raise StateError for a tensor that does not fit the parameter any more (the model was cast after a step)."""
+    """Raise StateError for a tensor that does not fit the parameter any more (the model was cast after a step).
+
+    Of codes the order in memory counts too: their blocks follow it.
+    """
     if tensor.dtype == spec.dtype and tuple(tensor.shape) == tuple(spec.shape):
-        return
+        lies_alike = tensor.stride() == spec.stride or spec.dtype not in (torch.int8, torch.uint8)
+        if lies_alike or memory_order(TensorSpec.of(tensor)) == memory_order(spec):
+            return
     raise StateError(
         f"{what} of {name!r} is {TensorSpec.of(tensor)}, the parameter now needs {spec}: cast the state as the "
         "parameter was, or compile a new step"
@@ -357,25 +323,6 @@ def zeros(spec: TensorSpec) -> torch.Tensor:
 
 def _keys(value: object) -> object:
     return sorted(map(str, value)) if isinstance(value, Mapping) else type(value).__name__
-
-
-def _copied(value: Any, parameter: torch.Tensor) -> Any:
-    """A tensor as it was, in the parameter's memory layout and on its device; step counts stay where they are."""
-    if not isinstance(value, torch.Tensor):
-        return value
-    if value.shape != parameter.shape:
-        return value.clone() if value.dim() == 0 else value.to(parameter.device, copy=True)
-    return torch.empty_like(parameter, dtype=value.dtype, requires_grad=False).copy_(value)
-
-
-def _repage(state: TrainState | None) -> None:
-    if state is not None:
-        state._page_loaded()
-
-
-def _paged_part(values: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """The tensors of a parameter's state that are paged where its state is; the count of steps is not."""
-    return {key: value for key, value in values.items() if isinstance(value, torch.Tensor) and key != "step"}
 
 
 def _restored(value: Any) -> Any:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from graphopt.capture.loss_scaling import GRADIENTS_FINITE
+from graphopt.capture.loss_scaling import OVERFLOW
 from graphopt.capture.update import GRAD_NORM
 from graphopt.ir.program import Program
 from graphopt.ir.spec import OutputKind
@@ -30,10 +30,13 @@ EMPTY_WINDOW = Verdict(None, "the window holds no item to train on", is_empty=Tr
 
 @dataclass(frozen=True)
 class Evidence:
-    """What a verdict is found from, as tensors: reading them waits for their device."""
+    """What a verdict is found from, as tensors: reading them waits for their device.
+
+    ``overflow``: 0, or NaN if a scaled gradient is not finite.
+    """
 
     norm: Any = None
-    finite: Any = None
+    overflow: Any = None
     weight: Any = None
 
     def verdict(self) -> Verdict:
@@ -41,7 +44,7 @@ class Evidence:
         norm = None if self.norm is None else float(self.norm)
         if self.weight is not None and float(self.weight) == 0.0:
             return EMPTY_WINDOW
-        if self.finite is not None and not bool(self.finite):
+        if self.overflow is not None and float(self.overflow) != 0.0:
             return Verdict(norm, "a gradient of the scaled loss is not finite", overflowed=True)
         if norm is not None and norm - norm != 0:
             return Verdict(norm, f"the gradient norm is {norm}")
@@ -53,6 +56,8 @@ def evidence(program: Program, outputs: Sequence[Any], *, weight: Any = None) ->
     found = {
         output.name: outputs[position]
         for position, output in program.signature.outputs_of(OutputKind.USER)
-        if output.name in (GRAD_NORM, GRADIENTS_FINITE)
+        if output.name in (GRAD_NORM, OVERFLOW)
     }
-    return Evidence(found.get(GRAD_NORM), found.get(GRADIENTS_FINITE), weight)
+    missing = [name for name, value in found.items() if value is None]
+    assert not missing, f"{missing} must be computed before the first parameter is written"
+    return Evidence(found.get(GRAD_NORM), found.get(OVERFLOW), weight)

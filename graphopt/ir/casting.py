@@ -48,10 +48,6 @@ class Casts:
         self._stand_in[node] = cast
         return cast
 
-    def put(self, node: fx.Node, replacement: fx.Node) -> None:
-        """Let later readers get ``replacement`` in the place of ``node``."""
-        self._stand_in[node] = replacement
-
     def _cast(self, node: fx.Node, dtype: torch.dtype, reader: fx.Node, *, origin_of: fx.Node | None = None) -> fx.Node:
         self.num_made += 1
         return self._program.insert_before(reader, aten._to_copy.default, node, dtype=dtype, origin_of=origin_of)
@@ -67,13 +63,7 @@ class Casts:
         source = self._program.value(base)
         if not isinstance(source, torch.Tensor) or source.numel() > shown.numel() or source.dtype != shown.dtype:
             return None
+        assert callable(node.target), f"{node.name} calls no operator"
         self.num_made += 1
         cast = self.get(base, dtype, reader)
-        return self._program.insert_before(
-            reader,
-            node.target,
-            cast,
-            *node.args[1:],
-            origin_of=node,
-            **node.kwargs,  # type: ignore[arg-type]
-        )
+        return self._program.insert_before(reader, node.target, cast, *node.args[1:], origin_of=node, **node.kwargs)

@@ -9,7 +9,7 @@ from enum import StrEnum
 class Action(StrEnum):
     """SAVE: stays in memory. RECOMPUTE: dropped after the forward part and computed again where the backward part needs
     it. OFFLOAD: leaves for host memory and comes back. RELEASE: a gradient that dies in its own update. KEEP: a
-    gradient that waits for all others.
+    gradient that waits for all others. RECAST: a copy of a weight in another dtype, made again where it is needed.
     """
 
     SAVE = "save"
@@ -17,6 +17,7 @@ class Action(StrEnum):
     OFFLOAD = "offload"
     RELEASE = "release"
     KEEP = "keep"
+    RECAST = "recast"
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+import graphopt.operators.block_update  # noqa: F401  registers operators that are named below
 from graphopt.ir import transfer_ops
 from graphopt.operators import paged_update
 from graphopt.operators.embedding_rows import ADD_EMBEDDING_ROWS
@@ -155,6 +156,12 @@ COIN_TOSSES = frozenset({aten.bernoulli.p, aten.bernoulli.default})
 
 # Not pointwise, but their in-place form changes elements of the first argument only by what other arguments say.
 SCATTERS = frozenset({aten.scatter_add.default, ADD_EMBEDDING_ROWS})
+
+# They read this argument element by element and widen each to float32, from bfloat16, float16 or float32.
+WIDENS_ARGUMENT = {
+    torch.ops.graphopt.block_adam.default: (1, "gradient"),
+    torch.ops.graphopt.block_lion.default: (1, "gradient"),
+}
 
 # The elements of the first argument in the same row-major order; only the shape (and the strides) may differ.
 ORDER_KEEPING = frozenset(

@@ -158,6 +158,13 @@ def overwritable_arguments(node: fx.Node) -> tuple[fx.Node, ...]:
     return ()
 
 
+def widened_argument(node: fx.Node) -> fx.Node | None:
+    """The argument that ``node`` reads element by element in bfloat16, float16 or float32, and widens; or None."""
+    place = tables.WIDENS_ARGUMENT.get(overload(node))  # type: ignore[arg-type]
+    found = None if place is None else argument(node, *place)
+    return found if isinstance(found, fx.Node) else None
+
+
 def is_conversion(node: fx.Node) -> bool:
     """Whether ``node`` copies its argument, element by element, to another dtype or device."""
     return overload(node) is aten._to_copy.default

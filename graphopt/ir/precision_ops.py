@@ -14,9 +14,11 @@ aten = torch.ops.aten
 
 
 class Role(StrEnum):
-    """MATRIX: a matrix product, convolution, attention or recurrent layer: gains from a low type, sums in float32
-    inside. LINEAR_LOSS: a fused layer and loss. SENSITIVE: loses from a low type. SUMS: a reduction that takes low
-    operands and the type of its sum as an argument. WHOLE: a kernel that computes in float32 inside whatever it is
+    """What an operator gains or loses from a low type.
+
+    MATRIX: a matrix product, convolution, attention or recurrent layer: gains, and sums in float32 inside.
+    LINEAR_LOSS: a fused layer and loss. SENSITIVE: loses. LOSS: what a model is judged by. SUMS: a reduction that takes
+    low operands, and the type of its sum as an argument. WHOLE: a kernel that computes in float32 inside whatever it is
     given. LOOKUP: rows of a table. ADDS: pointwise, and its backward needs no operand. POINTWISE: all other pointwise
     operators. MOVES: arranges or selects elements. CONVERTS: to another dtype. UNKNOWN: everything else.
     """
@@ -24,6 +26,7 @@ class Role(StrEnum):
     MATRIX = "matrix product"
     LINEAR_LOSS = "fused linear loss"
     SENSITIVE = "sensitive"
+    LOSS = "loss"
     SUMS = "sensitive: reduction"
     WHOLE = "float32 inside"
     LOOKUP = "lookup"
@@ -74,6 +77,12 @@ _POOLING = _aten(
 )
 _SOFTMAX = _aten("softmax _softmax _safe_softmax")
 
+_LOSSES = _aten(
+    "cross_entropy_loss nll_loss nll_loss_nd nll_loss2d mse_loss l1_loss smooth_l1_loss huber_loss kl_div ctc_loss "
+    "binary_cross_entropy binary_cross_entropy_with_logits poisson_nll_loss soft_margin_loss cosine_embedding_loss "
+    "hinge_embedding_loss margin_ranking_loss triplet_margin_loss multi_margin_loss logsumexp"
+)
+
 _ADDS = _aten("add sub rsub neg")
 
 # Each element of the result is an element of an argument, or a constant; or says where one lies.
@@ -113,6 +122,8 @@ def role(node: fx.Node) -> Role:
         return Role.LOOKUP
     if name == "aten::index_put":
         return Role.UNKNOWN if ops.argument(node, 3, "accumulate", False) else Role.MOVES
+    if name in _LOSSES:
+        return Role.LOSS
     if name in _SENSITIVE:
         return Role.SENSITIVE
     if name in _ADDS:

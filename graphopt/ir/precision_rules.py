@@ -75,6 +75,8 @@ def rule_of(node: fx.Node, kinds: Set[Kind], compute: torch.dtype, *, lowers_sum
             return Rule(Want.LOW, Kind.WIDE, reason, first_alone=True)
         case Role.SENSITIVE:
             return Rule(Want.WIDE, Kind.WIDE, "sensitive: steep function")
+        case Role.LOSS:
+            return Rule(Want.WIDE, Kind.WIDE, "sensitive: loss")
         case Role.SUMS:
             return Rule(Want.AS_MADE, Kind.WIDE, "sensitive: reduction", sums_wide=is_low)
         case Role.WHOLE:
@@ -89,7 +91,7 @@ def rule_of(node: fx.Node, kinds: Set[Kind], compute: torch.dtype, *, lowers_sum
         case Role.CONVERTS:
             only = next(iter(kinds)) if len(kinds) == 1 else Kind.WIDE
             return Rule(Want.AS_MADE, Kind.WIDE if only is Kind.LOW else only, "the model converts here")
-    return Rule(Want.ORIGINAL, Kind.WIDE, "sensitive or not known: as the model has it")
+    return Rule(Want.ORIGINAL, Kind.WIDE, "not known: as the model has it")
 
 
 def has_number_beyond(node: fx.Node, compute: torch.dtype) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from graphopt.ir.origin import NO_ORIGIN, Origin
@@ -69,7 +69,7 @@ class PrecisionTable:
         return "\n".join(_columns(lines)) + "\n"
 
 
-def _columns(lines: list[tuple[str, ...]]) -> Iterable[str]:
+def _columns(lines: Sequence[tuple[str, ...]]) -> Iterable[str]:
     widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]) - 1)]
     for line in lines:
         cells = (cell.ljust(width) for cell, width in zip(line, (*widths, 0), strict=True))

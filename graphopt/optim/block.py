@@ -91,6 +91,7 @@ class _BlockOptions(Optimizer):
 class _BlockAdam(_BlockOptions, Adam):
     """``stochastic_state``: whether the second moment is rounded by chance (None: where beta2 is 0.99 or more)."""
 
+    lr: float = 1e-3
     stochastic_state: bool | None = None
 
     def structure(self, options: Mapping[str, Any]) -> _Structure:
@@ -139,6 +140,8 @@ class AdamW8bit(_BlockAdam, AdamW):
 @dataclass(frozen=True, kw_only=True)
 class Lion8bit(_BlockOptions, Lion):
     """Lion with state by blocks."""
+
+    lr: float = 1e-4
 
     def block_rule(self, emit: Emit, update: ParameterUpdate, structure: Any) -> UpdateResult:
         names = _with_scales("exp_avg")

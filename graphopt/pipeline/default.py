@@ -19,6 +19,7 @@ from graphopt.passes.offload import Offload
 from graphopt.passes.order_for_lifetime import OrderForLifetime
 from graphopt.passes.pack_masks import PackMasks
 from graphopt.passes.prefetch_state import PrefetchState
+from graphopt.passes.recast_weights import RecastWeights
 from graphopt.passes.recompute import Recompute
 from graphopt.passes.release_gradients import ReleaseGradients
 from graphopt.passes.restore_attention import RestoreAttention
@@ -26,6 +27,7 @@ from graphopt.passes.reuse_last_use import ReuseLastUse
 from graphopt.passes.scatter_embedding_gradient import ScatterEmbeddingGradient
 from graphopt.passes.scatter_loss_gradient import ScatterLossGradient
 from graphopt.passes.simplify_algebra import SimplifyAlgebra
+from graphopt.passes.skip_gradient_casts import SkipGradientCasts
 from graphopt.pipeline.pass_base import Pass
 from graphopt.pipeline.pipeline import Pipeline
 from graphopt.planner.decide import NO_REQUEST, MemoryRequest
@@ -78,6 +80,9 @@ def step_pipeline(memory: MemoryRequest = NO_REQUEST) -> Pipeline:
             Dedupe(),  # bias corrections and other numbers that parameters share
             DropDead(),  # their duplicates
             ScatterEmbeddingGradient(),  # behind the appended window too, which may be what rows are added to
+            SkipGradientCasts(),  # before updates move: they go with the gradient that they read
+            # After merging, which would make one of two casts; before updates move, which wait for the last of them.
+            RecastWeights(memory.budget, memory.reserved_bytes, memory.margin_bytes),
             ReleaseGradients(),  # before writing in place, which it makes possible where the gradient is
             OrderForLifetime(),  # when updates are where they run; it counts on the writes in place that follow
             *memory_passes(memory),
@@ -92,7 +97,7 @@ def gradient_passes(memory: MemoryRequest) -> tuple[Pass, ...]:
     """The passes that let gradients come later, where computing again is asked for or may be."""
     if memory.budget is None and not memory.recomputes:
         return ()
-    return (DeferHeadGradient(memory.budget, memory.reserved_bytes),)
+    return (DeferHeadGradient(memory.budget, memory.reserved_bytes, memory.margin_bytes),)
 
 
 def memory_passes(memory: MemoryRequest) -> tuple[Pass, ...]:
@@ -121,7 +126,7 @@ def with_less_room(pipeline: Pipeline, *, reserved_bytes: int, margin_bytes: int
     return Pipeline(
         tuple(
             replace(item, reserved_bytes=reserved_bytes, margin_bytes=margin_bytes)
-            if isinstance(item, DecideMemory)
+            if isinstance(item, (DecideMemory, DeferHeadGradient, RecastWeights))
             else item
             for item in pipeline
         )

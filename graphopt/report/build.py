@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from graphopt.execute.executable import Executable
 from graphopt.execute.measure import MemoryTrace
 from graphopt.execute.segments import Segment, split_segments
+from graphopt.execute.state_rows import StateRow
 from graphopt.ir.liveness import MemoryPlan
 from graphopt.ir.program import Program
 from graphopt.ir.storage import StorageMap, near_resident, storage_map
 from graphopt.ir.text import value_text
 from graphopt.report.classify import Classifier
 from graphopt.report.data import AliveValue, MemoryByClass, MemoryClass, Report, TimelinePoint
+from graphopt.report.state import bytes_beside
 
 _NUM_LARGEST = 30
 
@@ -23,17 +26,22 @@ def build_report(
     measured: MemoryTrace | None = None,
     notes: Sequence[str] = (),
     title: str = "",
+    state: Sequence[StateRow] = (),
 ) -> Report:
-    """The Report of ``executable``; ``measured`` is the trace of one of its steps."""
+    """The Report of ``executable``; ``measured`` is the trace of one of its steps.
+
+    ``state``: the state of each parameter. What of it the program does not read is resident beside it.
+    """
     program, plan = executable.program, executable.plan
     storages = storage_map(program)
     classifier = Classifier(program, plan, storages)
     peak = plan.order.index(plan.peak_at) if plan.peak_at is not None else 0
+    memory, beside = _memory_by_class(program, plan, storages, classifier, peak), bytes_beside(program, state)
     return Report(
         records=program.history,
-        memory=_memory_by_class(program, plan, storages, classifier, peak),
+        memory=replace(memory, optimizer_state=memory.optimizer_state + beside),
         predicted_peak_bytes=plan.peak_bytes,
-        resident_bytes=plan.resident_bytes,
+        resident_bytes=plan.resident_bytes + beside,
         measured_peak_bytes=measured.peak_bytes if measured is not None else None,
         timeline=_timeline(plan, split_segments(program)),
         largest=_largest(program, storages, classifier, peak),
@@ -42,6 +50,8 @@ def build_report(
         notes=(*executable.backend.notes, *notes),
         title=title or f"graphopt {program.stage} program",
         decisions=program.decisions,
+        state=tuple(state),
+        precision=program.precision,
     )
 
 

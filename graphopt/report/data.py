@@ -7,7 +7,9 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+from graphopt.execute.state_rows import StateRow
 from graphopt.ir.decisions import DecisionTable
+from graphopt.ir.precision_table import PrecisionTable
 from graphopt.pipeline.pass_base import PassRecord
 
 
@@ -83,7 +85,8 @@ class Report:
     """All that a compiled step says about itself. Bytes are ints; ``timeline`` has one point for each operator.
 
     ``predicted_peak_bytes`` and ``measured_peak_bytes`` are above ``resident_bytes``; ``largest`` leaves out what is
-    resident. ``str(report)`` is the table as text.
+    resident. ``state`` lists how the optimizer state of each parameter is kept, and why. ``str(report)`` is the table
+    as text.
     """
 
     records: tuple[PassRecord, ...]
@@ -98,6 +101,8 @@ class Report:
     notes: tuple[str, ...]
     title: str
     decisions: DecisionTable = field(default_factory=DecisionTable)
+    state: tuple[StateRow, ...] = ()
+    precision: PrecisionTable = field(default_factory=PrecisionTable)
 
     @property
     def peak(self) -> TimelinePoint | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import fx
@@ -11,6 +11,7 @@ from torch import fx
 from graphopt.errors import DataError
 from graphopt.execute.executable import Executable
 from graphopt.execute.segments import split_segments
+from graphopt.execute.state_rows import StateRow
 from graphopt.ir.liveness import saved_for_backward
 from graphopt.ir.spec import Input, InputKind
 from graphopt.ir.storage import storage_map
@@ -21,18 +22,21 @@ from graphopt.report.build import segment_name
 from graphopt.report.classify import Classifier
 from graphopt.report.decisions import decision_lines
 from graphopt.report.gradients import parameter_gradients
+from graphopt.report.precision import precision_lines
+from graphopt.report.state import state_lines
 
 _NUM_VALUES = 8
 _NUM_MATCHES = 5
 
 
-def explain(executable: Executable, name: str) -> str:
+def explain(executable: Executable, name: str, state: Sequence[StateRow] = ()) -> str:
     """What ``name`` is, where it comes from, when it is alive, what it costs, and what passes declined about it.
 
     ``name``: a module path, an input (parameter, buffer, batch entry, state), an output, or a value of the dump.
+    ``state``: how the state of each parameter is kept.
     Raises DataError with the closest names when there is none.
     """
-    explainer = _Explainer(executable)
+    explainer = _Explainer(executable, state)
     sections = [section for section in explainer.sections(name) if section]
     if not sections:
         raise DataError(_unknown(name, explainer.names()))
@@ -40,7 +44,8 @@ def explain(executable: Executable, name: str) -> str:
 
 
 class _Explainer:
-    def __init__(self, executable: Executable) -> None:
+    def __init__(self, executable: Executable, state: Sequence[StateRow]) -> None:
+        self.state = state
         self.program = executable.program
         self.plan = executable.plan
         self.storages = storage_map(self.program)
@@ -81,7 +86,8 @@ class _Explainer:
             f"  read by: {_listed([user.name for user in node.users if user.op != 'output'])}",
         ]
         if entry.kind is InputKind.PARAM:
-            lines += self._training(entry.name)
+            lines += [*self._training(entry.name), *state_lines(self.state, entry.name)]
+        lines += precision_lines(self.program.precision.reading(entry.name))
         return [*lines, *self._refusals({node.name})]
 
     def _training(self, parameter: str) -> list[str]:
@@ -113,6 +119,7 @@ class _Explainer:
         is_forward = segment_name(self.segments, made) == "forward"
         saved = is_forward and not self.saved.isdisjoint(self.storages.held[node])
         lines.append(f"  saved for backward: {'yes' if saved else 'no'}")
+        lines += precision_lines(self.program.precision.at(node.name, self.program.origin(node)))
         return [*lines, *self._decisions(node), *self._refusals({node.name})]
 
     def _module(self, path: str) -> list[str]:
@@ -140,6 +147,7 @@ class _Explainer:
         lines += [f"  value {node.name}: {self._summary(node)}" for node in allocating[:_NUM_VALUES]]
         if len(allocating) > _NUM_VALUES:
             lines.append(f"  and {len(allocating) - _NUM_VALUES} smaller values")
+        lines += precision_lines(self.program.precision.within(path))
         decided = decision_lines(self.program.decisions, {node.name for node in values if not is_twin(node)})
         return [*lines, *decided[:_NUM_VALUES], *self._refusals({node.name for node in values})]
 

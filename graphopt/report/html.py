@@ -11,6 +11,8 @@ from graphopt.pipeline.pass_base import PassRecord
 from graphopt.report.data import MemoryClass, Report
 from graphopt.report.decisions import decision_html
 from graphopt.report.plot import memory_plot
+from graphopt.report.precision import precision_html
+from graphopt.report.state import state_html
 
 # Nothing may be fetched and no script may run, even if a bug let markup from a graph through.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
@@ -64,8 +66,10 @@ def report_html(report: Report) -> str:
         _cards(report),
         _section("Memory over time", memory_plot(report)),
         _section("Memory at the peak, by class", _memory_bar(report) + _memory_table(report)),
+        _section("Optimizer state", state_html(report.state)),
         _section("Passes", _pass_table(report.records)),
         _section("Largest values at the peak", _largest_table(report)),
+        _section("Precision", precision_html(report.precision)),
         _section("Decisions", decision_html(report.decisions)),
         _section("Declined rewrites", _refusal_table(report.records)),
         _section("Notes", _notes(report.notes)),

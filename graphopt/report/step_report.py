@@ -9,13 +9,22 @@ import torch
 
 from graphopt.execute.executable import Executable
 from graphopt.execute.measure import MemoryTrace, measure_memory
+from graphopt.execute.state_rows import StateRow
 from graphopt.ir.numeric import random_inputs
 from graphopt.ir.units import format_bytes, format_seconds
 from graphopt.report.build import build_report
 from graphopt.report.data import Report
+from graphopt.report.state import state_notes
 
 
-def step_report(executable: Executable, options: Any, *, measure: bool, notes: Sequence[str] = ()) -> Report:
+def step_report(
+    executable: Executable,
+    options: Any,
+    *,
+    measure: bool,
+    notes: Sequence[str] = (),
+    state: Sequence[StateRow] = (),
+) -> Report:
     """The Report of ``executable``; ``measure``: run it once on random numbers of the same shapes.
 
     Measuring allocates a second set of inputs (parameters, state, batch); the real ones are not touched.
@@ -23,7 +32,8 @@ def step_report(executable: Executable, options: Any, *, measure: bool, notes: S
     return build_report(
         executable,
         measured=measure_executable(executable) if measure else None,
-        notes=(*notes, *offload_notes(executable)),
+        notes=(*notes, *offload_notes(executable), *state_notes(state)),
+        state=state,
     )
 
 

@@ -12,6 +12,8 @@ from graphopt.ir.units import format_bytes, format_seconds
 from graphopt.pipeline.pass_base import PassRecord
 from graphopt.report.data import Report
 from graphopt.report.decisions import decision_text
+from graphopt.report.precision import precision_text
+from graphopt.report.state import state_text
 
 _WIDTH = 130
 _NUM_LARGEST = 10
@@ -24,7 +26,9 @@ def report_text(report: Report, *, width: int = _WIDTH) -> str:
         _headline(report),
         _pass_table(report.records),
         _memory_table(report),
+        *state_text(report.state),
         _largest_table(report),
+        *precision_text(report.precision),
         *decision_text(report.decisions),
         *refusal_lines(report.records),
         *(f"note: {note}" for note in report.notes),

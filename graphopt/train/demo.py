@@ -216,8 +216,6 @@ def _compare(step: Any, model: ByteGPT, data: TextData, recipe: DemoRecipe) -> t
     for _ in range(_NUM_TIMED_STEPS):
         ours_seconds.append(_seconds(run_ours))
         eager_seconds.append(_seconds(run_eager))
-    # Tells of the step before; freed while memory is measured, it would make the profiler warn on stderr.
-    step.last_update = None
     ours_rest = _num_bytes([*model.parameters(), *model.buffers(), *_optimizer_tensors(step.optimizer)])
     eager_rest = _num_bytes([*plain.parameters(), *plain.buffers(), *_optimizer_tensors(optimizer)])
     return (

@@ -1,7 +1,7 @@
 // Block-INT8 Adam and Lion, quantizing, dequantizing and stochastic rounding on the CPU: the bits of the references in
 // kernels/*.py. Compiled with -ffp-contract=off, so that every operation is rounded once, as plain torch rounds it.
 //
-// A thread takes a run of blocks, of whichever parameters they are, and works on one block at a time in scratch of five
+// A thread takes a run of blocks, of whichever parameters they are, and works on one block at a time in scratch of six
 // words an element, which stays in its first-level cache. Nothing else is allocated.
 #include <algorithm>
 #include <memory>
@@ -46,10 +46,10 @@ struct LionScalars {
 
 struct Scratch {
     explicit Scratch(int64_t block)
-        : words(new float[5 * block]), parameter(words.get()), gradient(parameter + block), first(gradient + block),
-          second(first + block), draws(reinterpret_cast<uint32_t*>(second + block)) {}
+        : words(new float[6 * block]), parameter(words.get()), gradient(parameter + block), first(gradient + block),
+          second(first + block), roots(second + block), draws(reinterpret_cast<uint32_t*>(roots + block)) {}
     std::unique_ptr<float[]> words;
-    float *parameter, *gradient, *first, *second;
+    float *parameter, *gradient, *first, *second, *roots;
     uint32_t* draws;
 };
 
@@ -64,6 +64,7 @@ Largest adam_formula(Scratch& scratch, int64_t count, float factor, const AdamSc
     const float* __restrict gradients = scratch.gradient;
     float* __restrict first = scratch.first;
     float* __restrict second = scratch.second;
+    float* __restrict roots = scratch.roots;
     int32_t largest_first = 0, largest_second = 0;
     for (int64_t i = 0; i < count; ++i) {
         float gradient = gradients[i] * factor;
@@ -75,8 +76,9 @@ Largest adam_formula(Scratch& scratch, int64_t count, float factor, const AdamSc
         }
         const float mean = first[i] + (gradient - first[i]) * s.one_minus_beta1;
         const float square = second[i] * s.beta2 + gradient * s.one_minus_beta2 * gradient;
-        const float root = std::sqrt(square) / s.root_of_correction2;
-        parameter[i] = wide - mean * s.step_size / (root + s.eps);
+        const float root = std::sqrt(square);
+        parameter[i] = wide - mean * s.step_size / (root / s.root_of_correction2 + s.eps);
+        roots[i] = root;
         first[i] = mean;
         second[i] = square;
         largest_first = std::max(largest_first, static_cast<int32_t>(bits_of(mean) & MAGNITUDE));
@@ -145,9 +147,9 @@ void update_block(const Item& item, int64_t index, Scratch& scratch, float facto
     item.second_scales[index] = second_scale;
     uint8_t* codes = item.second_codes + start;
     if (draws_state) {
-        encode_unsigned<true>(scratch.second, second_scale, count, options.map, trees, scratch.draws, codes);
+        encode_unsigned<true>(scratch.second, scratch.roots, second_scale, count, options.map, trees, scratch.draws, codes);
     } else {
-        encode_unsigned<false>(scratch.second, second_scale, count, options.map, trees, nullptr, codes);
+        encode_unsigned<false>(scratch.second, scratch.roots, second_scale, count, options.map, trees, nullptr, codes);
     }
 }
 
@@ -212,17 +214,21 @@ void graphopt_quantize_unsigned(const float* values, int64_t num_elements, int64
     const int64_t total = graphopt::num_blocks(num_elements, block);
 #pragma omp parallel num_threads(static_cast<int>(num_threads))
     {
-        std::unique_ptr<uint32_t[]> draws(new uint32_t[is_drawn ? block : 1]);
+        std::unique_ptr<uint32_t[]> draws(new uint32_t[block]);
+        std::unique_ptr<float[]> roots(new float[block]);
 #pragma omp for schedule(static)
         for (int64_t index = 0; index < total; ++index) {
             const int64_t start = index * block, count = std::min(block, num_elements - start);
             const float* from = values + start;
             scales[index] = graphopt::scale_of(graphopt::largest_magnitude(from, count));
+            graphopt::take_roots(from, count, roots.get());
             if (is_drawn) {
                 graphopt::random_bits(key, offset + start, count, draws.get());
-                graphopt::encode_unsigned<true>(from, scales[index], count, map, trees, draws.get(), codes + start);
+                graphopt::encode_unsigned<true>(from, roots.get(), scales[index], count, map, trees, draws.get(),
+                                                codes + start);
             } else {
-                graphopt::encode_unsigned<false>(from, scales[index], count, map, trees, nullptr, codes + start);
+                graphopt::encode_unsigned<false>(from, roots.get(), scales[index], count, map, trees, nullptr,
+                                                 codes + start);
             }
         }
     }

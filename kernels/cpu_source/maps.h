@@ -92,10 +92,10 @@ inline void encode_signed(const float* __restrict values, float scale, int64_t c
     if (!(scale > 0.0f)) {
         std::memset(codes, 0, count);
     } else if (map == COMPANDED) {
+        const float per_root = 1.0f / std::sqrt(scale);
         for (int64_t i = 0; i < count; ++i) {
-            const float ratio = values[i] / scale;
-            const float place = std::rint(std::sqrt(std::fabs(ratio)) * 127.0f);
-            codes[i] = static_cast<int8_t>(static_cast<int32_t>(std::copysign(place, ratio)));
+            const float place = std::rint(std::sqrt(std::fabs(values[i])) * per_root * 127.0f);
+            codes[i] = static_cast<int8_t>(static_cast<int32_t>(std::copysign(place, values[i])));
         }
     } else if (map == LINEAR) {
         for (int64_t i = 0; i < count; ++i) {
@@ -108,6 +108,10 @@ inline void encode_signed(const float* __restrict values, float scale, int64_t c
     }
 }
 
+inline void take_roots(const float* __restrict values, int64_t count, float* __restrict roots) {
+    for (int64_t i = 0; i < count; ++i) roots[i] = std::sqrt(values[i]);
+}
+
 template <bool IS_DRAWN>
 inline uint8_t whole_code(float place, uint32_t draw, float least) {
     float code = IS_DRAWN ? std::floor(place + uniform(draw)) : std::rint(place);
@@ -115,15 +119,17 @@ inline uint8_t whole_code(float place, uint32_t draw, float least) {
     return static_cast<uint8_t>(static_cast<int32_t>(code > least ? code : least));
 }
 
+// roots: the square roots of the values, which only the companded map reads.
 template <bool IS_DRAWN>
-inline void encode_unsigned(const float* __restrict values, float scale, int64_t count, int64_t map, const Trees& trees,
-                            const uint32_t* __restrict draws, uint8_t* __restrict codes) {
+inline void encode_unsigned(const float* __restrict values, const float* __restrict roots, float scale, int64_t count,
+                            int64_t map, const Trees& trees, const uint32_t* __restrict draws, uint8_t* __restrict codes) {
     if (!(scale > 0.0f)) {
         std::memset(codes, 0, count);
     } else if (map == COMPANDED) {
+        const float per_root = 1.0f / std::sqrt(scale);
         for (int64_t i = 0; i < count; ++i) {
-            const float place = std::sqrt(std::sqrt(values[i] / scale)) * 255.0f;
-            codes[i] = whole_code<IS_DRAWN>(place, IS_DRAWN ? draws[i] : 0u, values[i] > 0.0f ? 1.0f : 0.0f);
+            const float place = std::sqrt(roots[i] * per_root) * 255.0f;
+            codes[i] = whole_code<IS_DRAWN>(place, IS_DRAWN ? draws[i] : 0u, roots[i] > 0.0f ? 1.0f : 0.0f);
         }
     } else if (map == LINEAR) {
         for (int64_t i = 0; i < count; ++i) {

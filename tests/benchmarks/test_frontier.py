@@ -231,6 +231,7 @@ def test_budget_of_torch_compile_holds_during_its_steps_alone(monkeypatch: pytes
     assert (budgets, torch._functorch.config.activation_memory_budget) == ([0.25], before)
 
 
+@pytest.mark.slow
 def test_command_writes_rows_and_plot(tmp_path: Path) -> None:
     app = typer.Typer(add_completion=False)
     app.command()(main)

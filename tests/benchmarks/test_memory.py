@@ -14,16 +14,32 @@ from benchmarks.memory_settings import checkpoint_settings, memory_settings
 from benchmarks.memory_table import LARGEST_ESTIMATE_ERROR, memory_table
 from benchmarks.models import MODELS
 from benchmarks.peers import EAGER, GRAPHOPT, TORCH_COMPILE
-from benchmarks.prefixes import NO_PASS, STAGES, pass_prefixes
+from benchmarks.prefixes import NO_PASS, STAGES, PassPrefix, pass_prefixes
 from benchmarks.rows import MemoryFigures, Row, load_rows, store_rows
 from benchmarks.steps import StepBench
 from graphopt.pipeline.default import default_pipeline
 
+# Every so many passes a prefix is measured, besides the whole pipeline; the slow tests measure all.
+_STRIDE = 6
+
+
+def few_prefixes() -> tuple[PassPrefix, ...]:
+    """The shortest prefix, some, and the longest."""
+    found = pass_prefixes()
+    return (*found[:-1:_STRIDE], found[-1])
+
+
+def measured_rows() -> tuple[Row[MemoryFigures], ...]:
+    """The suite on the smallest model."""
+    return tuple(MemorySuite(MODELS["tiny-mlp"], layers=1, rounds=1, compile_peer=False).measure())
+
 
 @pytest.fixture(scope="module")
 def rows() -> tuple[Row[MemoryFigures], ...]:
-    """The suite on the smallest model."""
-    return tuple(MemorySuite(MODELS["tiny-mlp"], layers=1, rounds=1, compile_peer=False).measure())
+    """The suite with few prefixes."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("benchmarks.memory.pass_prefixes", few_prefixes)
+        return measured_rows()
 
 
 def test_prefixes_grow_by_one_pass_up_to_the_default_pipeline() -> None:
@@ -37,15 +53,29 @@ def test_prefixes_grow_by_one_pass_up_to_the_default_pipeline() -> None:
 def test_every_prefix_has_a_row(rows: tuple[Row[MemoryFigures], ...]) -> None:
     measured = [row.figures.name for row in rows if row.figures.kind == "pass"]
 
-    assert measured == [prefix.name for prefix in pass_prefixes()]
+    assert measured == [prefix.name for prefix in few_prefixes()]
     assert [row.figures.name for row in rows if row.figures.kind == "peer"] == [EAGER, GRAPHOPT]
 
 
-def test_estimated_peak_of_every_prefix_is_the_measured_one(rows: tuple[Row[MemoryFigures], ...]) -> None:
+def assert_estimates_hold(rows: tuple[Row[MemoryFigures], ...]) -> None:
     for row in rows:
         if row.figures.name != EAGER:
             assert row.figures.estimate_error is not None
             assert row.figures.estimate_error <= LARGEST_ESTIMATE_ERROR, row.figures
+
+
+def test_estimated_peak_of_a_prefix_is_the_measured_one(rows: tuple[Row[MemoryFigures], ...]) -> None:
+    assert_estimates_hold(rows)
+
+
+@pytest.mark.slow
+def test_estimated_peak_of_every_prefix_is_the_measured_one() -> None:
+    rows = measured_rows()
+
+    assert [row.figures.name for row in rows if row.figures.kind == "pass"] == [
+        prefix.name for prefix in pass_prefixes()
+    ]
+    assert_estimates_hold(rows)
 
 
 def test_last_prefix_is_what_users_get(rows: tuple[Row[MemoryFigures], ...]) -> None:
@@ -64,7 +94,14 @@ def test_all_rest_with_the_same_state(rows: tuple[Row[MemoryFigures], ...]) -> N
     assert len({row.figures.resting_bytes for row in rows}) == 1
 
 
-@pytest.mark.parametrize("name", ["tiny-llama", "tiny-bert", "tiny-vit", "tiny-resnet", "tiny-gpt2"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "tiny-resnet",
+        "tiny-gpt2",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("tiny-llama", "tiny-bert", "tiny-vit")),
+    ],
+)
 def test_estimate_holds_before_and_after_the_pipeline(name: str) -> None:
     model = MODELS[name]
     bench = StepBench(model.make_model(None), model.make_batch(), model.outputs, rounds=1)
@@ -78,7 +115,7 @@ def test_estimate_holds_before_and_after_the_pipeline(name: str) -> None:
 def test_settings_have_rows_behind_the_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("benchmarks.memory.pass_prefixes", lambda: pass_prefixes()[-1:])
     settings = (*checkpoint_settings("every-1"), *memory_settings("0.9,1"))
-    suite = MemorySuite(MODELS["tiny-mlp"], layers=12, rounds=1, compile_peer=False, settings=settings)
+    suite = MemorySuite(MODELS["tiny-mlp"], layers=6, rounds=1, compile_peer=False, settings=settings)
 
     measured = [row.figures for row in suite.measure()]
 

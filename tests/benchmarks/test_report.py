@@ -9,12 +9,16 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from benchmarks.drift import COMPANDED, DYNAMIC, FLOAT32, DriftFigures
 from benchmarks.facts_llama import FactsFigures
 from benchmarks.frontier_rows import AT_PEAK, FrontierFigures
 from benchmarks.machine import Machine
 from benchmarks.memory_peers import GRADIENT_CHECKPOINTING
 from benchmarks.report import BEGIN, END, main, readme_section, results_page, with_section
 from benchmarks.rows import CompileTimeFigures, MemoryFigures, Row, SpeedFigures, Subject, store_rows
+from benchmarks.update_contenders import OWN_OPERATOR
+from benchmarks.update_table import UpdateFigures
+from benchmarks.whole_step_table import WholeStepFigures
 from graphopt.errors import DataError
 
 MIB = 2**20
@@ -154,6 +158,30 @@ def test_results_page_has_the_anchors(folder: Path) -> None:
 
     line = next(line for line in page.splitlines() if "first 6" in line)
     assert "24.94 MB" in line and "59.5 %" in line and "25.0 %" in line and "yes" in line
+
+
+def test_results_page_has_whole_steps_updates_and_drift(folder: Path) -> None:
+    subject = memory_rows("gpt2-124m")[0].subject
+    eager = WholeStepFigures("eager", resting_bytes=600, state_bytes=400, peak_bytes=400, seconds=(2.0,))
+    own = replace(eager, name="graphopt", setting="EveryN(n=1)", embeddings="fp32", peak_bytes=100, seconds=(1.0,))
+    runs = [
+        DriftFigures(state, seed, 10, (2.0 + seed + gap + gap * seed,), 2.0, 1.0)
+        for state, gap in ((FLOAT32, 0.0), (COMPANDED, 0.1), (DYNAMIC, 0.2))
+        for seed in (0, 1)
+    ]
+    suites = {
+        "whole-step-gpt2-124m": (eager, own),
+        "update-1x8x8": (UpdateFigures(OWN_OPERATOR, 2.03, 1.0, (1.0,)),),
+        "drift-byte-gpt-10": runs,
+    }
+    for name, figures in suites.items():
+        list(store_rows(folder / f"{name}.jsonl", [Row(subject, MACHINE, found) for found in figures]))
+
+    page = results_page(folder)
+
+    assert "| EveryN(n=1), embeddings fp32: whole peak" in page and "| 0.70 |" in page.replace("   ", " ")
+    assert "## The update alone" in page and "2.030" in page
+    assert "after 10 steps" in page and "+0.1500" in page
 
 
 @pytest.mark.parametrize("readme", ["# no markers", f"{BEGIN} only", f"{END}\n{BEGIN}", f"{BEGIN}{END}{BEGIN}{END}"])

@@ -298,7 +298,7 @@ def policies_for(count: int) -> list[Policy]:
     return [SqrtN(), Segments(5), *(EveryN(n) for n in numbers)]
 
 
-@pytest.mark.parametrize("count", [1, 2, 3, 7, 9, 10])
+@pytest.mark.parametrize("count", [1, 2, 3, 7, *(pytest.param(count, marks=pytest.mark.slow) for count in (9, 10))])
 def test_every_layer_runs_again_at_most_once(count):
     x = torch.randn(256, 4)
     plain = module_gradients(tower(count), [x])

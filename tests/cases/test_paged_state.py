@@ -206,7 +206,7 @@ def test_state_loaded_through_the_torch_optimizer_is_paged_again():
     for x in X[:2]:
         plain_step(x), step(x)
     step.optimizer.load_state_dict(copy.deepcopy(plain_step.optimizer.state_dict()))
-    pages = step.state.paging.pages_of("tensors.0")
+    pages = step.state.pager.store.pages_of("tensors.0")
     exp_avg = step.optimizer.state[paged.tensors[0]]["exp_avg"]
     assert exp_avg.untyped_storage().data_ptr() == pages.untyped_storage().data_ptr()
     for x in X[2:4]:
@@ -285,7 +285,7 @@ def test_a_copy_that_fails_marks_the_step_as_broken_and_a_load_repairs_it(monkey
     (plain, plain_step), (paged, step) = pair(Tensors((1000,)), optim.AdamW, paging={}, step={}, lr=1e-2)
     plain_step(X[0]), step(X[0])
     saved_model, saved = copy.deepcopy(paged.state_dict()), copy.deepcopy(step.state_dict())
-    copier = type(next(iter(step.state.paging._copiers.values())))
+    copier = type(next(iter(step.state.pager.store._copiers.values())))
     sent = []
 
     def fails(self, parcel, value):
@@ -312,7 +312,7 @@ def test_copies_and_pickles_of_a_step_are_refused():
     step = compiled(Tensors((300,)), optim.AdamW(lr=1e-2, paged=True))
     step(X[0])
     with pytest.raises(UnsupportedError, match="state_dict"):
-        copy.deepcopy(step.state.paging)
+        copy.deepcopy(step.state.pager.store)
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")

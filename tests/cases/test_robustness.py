@@ -36,6 +36,7 @@ def compile_seconds(depth: int) -> float:
     return time.process_time() - started
 
 
+@pytest.mark.slow
 def test_compile_time_grows_linearly_with_depth():
     compile_seconds(8)
     ratios = []
@@ -160,7 +161,7 @@ def test_a_thousand_steps_leave_nothing_behind():
 def test_many_lengths_stay_bounded_and_right(caplog):
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
     module = graphopt.compile(model, max_signatures=4)
-    for length in [*range(1, 61), 1, 2]:
+    for length in [*range(1, 15), 1, 2]:
         x = torch.randn(length, 4)
         assert torch.equal(module(x)["0"], model(x))
     assert len(module._cache.built) == 4

@@ -30,7 +30,7 @@ def test_slow_and_irregular_copies_change_nothing(monkeypatch):
     model = Tensors((2000,), (300,))
     (plain, plain_step), (paged, step) = pair(model, optim.AdamW, paging={}, step={}, lr=1e-2)
     plain_step(X[0]), step(X[0])
-    step.state.paging.set_pace(CopyPace(random_seconds=0.002, seed=3))
+    step.state.pager.store.set_pace(CopyPace(random_seconds=0.002, seed=3))
     for x in X[1:3]:
         plain_step(x), step(x)
         assert_same_parameters(paged, plain)
@@ -45,7 +45,7 @@ def test_a_device_waits_for_each_copy_before_it_reads_or_fetches_into_the_same_b
     model = Tensors((256 * num_ranges,))
     (plain, plain_step), (paged, step) = pair(model, optim.Lion, paging={}, step={}, lr=1e-2)
     plain_step(X[0]), step(X[0])
-    memory = known_memory(step.state.paging.pages_of("tensors.0"))
+    memory = known_memory(step.state.pager.store.pages_of("tensors.0"))
     memory.copier = CudaCopier(FarMemory(pin=False, keep=False), CPU)
     plain_step(X[1]), step(X[1])
     assert_same_parameters(paged, plain)

@@ -1,4 +1,4 @@
-"""pack-masks: coin tosses that the backward part needs are kept as booleans."""
+"""pack-masks: coin tosses that the backward part needs are kept as bits."""
 
 from __future__ import annotations
 
@@ -64,13 +64,13 @@ def test_bits_and_generator_are_those_of_the_step_without(options):
     assert all(torch.equal(one, other) for one, other in zip(parameters, packed_parameters, strict=True))
 
 
-def test_what_is_kept_for_the_backward_part_is_one_byte_an_element():
+def test_what_is_kept_for_the_backward_part_is_one_bit_an_element():
     model, batch = stack_and_batch()
     step, *_ = trained(model, batch, checkpoint=EveryN(1))
-    masks = [row for row in step.program.decisions.with_action(Action.SAVE) if row.nbytes == ROWS * WIDTH]
+    masks = [row for row in step.program.decisions.with_action(Action.SAVE) if row.nbytes == ROWS * WIDTH // 8]
     assert len(masks) == DEPTH
-    # One mask of a byte and the input of 4 bytes an element for each block, and small things.
-    assert saved_bytes(step.program) < DEPTH * ROWS * WIDTH * (1 + 4) + 4096
+    # One mask of a bit and the input of 4 bytes an element for each block, and small things.
+    assert saved_bytes(step.program) < DEPTH * ROWS * WIDTH * (1 / 8 + 4) + 4096
     report = step.report(measure=True)
     assert report.measured_peak_bytes == report.predicted_peak_bytes
 
