@@ -22,6 +22,7 @@ from graphopt.execute.backend import ATEN, Backend, choose_backend
 from graphopt.execute.executable import Executable, build_executable
 from graphopt.execute.far_memory import FarMemory
 from graphopt.execute.model_view import view_model
+from graphopt.execute.paging.rules import install_rules
 from graphopt.execute.shared_memory import overlapping_tensors
 from graphopt.execute.workspace import MeasuredWorkspace
 from graphopt.ir.embeddings import embedding_tables
@@ -201,12 +202,18 @@ class Builder:
         if dump is not None:
             dump.mark(title, program)
         with without_autocast():
+            install_rules(program, self._range_executable)
             executable = self._within_budget(program, dump, title, reserved_bytes)
         gc.collect()  # tracing leaves reference cycles behind, with fake and real tensors in them
         if dump is not None:
             report = build_report(executable)
             self.dump_folders.append(dump.finish(executable.source, report))
         return executable
+
+    def _range_executable(self, program: Program) -> Executable:
+        """What updates one range of a parameter whose state is paged."""
+        passes = default_pipeline(Stage.STEP)
+        return build_executable(self.run_passes(program, Stage.STEP, None, passes), title="range update")
 
     def _within_budget(self, program: Program, dump: Dump | None, title: str, reserved_bytes: int) -> Executable:
         """An executable that holds its budget: if the backend needs more than was planned, with that much less."""

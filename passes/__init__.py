@@ -17,6 +17,7 @@ from graphopt.passes.merge_loss_gradient import MergeLossGradient
 from graphopt.passes.offload import Offload
 from graphopt.passes.order_for_lifetime import OrderForLifetime
 from graphopt.passes.pack_masks import PackMasks
+from graphopt.passes.prefetch_state import PrefetchState
 from graphopt.passes.recast_weights import RecastWeights
 from graphopt.passes.recompute import Recompute
 from graphopt.passes.release_gradients import ReleaseGradients
@@ -42,6 +43,7 @@ BY_NAME: Mapping[str, type[Pass]] = {
     "offload": Offload,
     "order-for-lifetime": OrderForLifetime,
     "pack-masks": PackMasks,
+    "prefetch-state": PrefetchState,
     "recast-weights": RecastWeights,
     "recompute": Recompute,
     "release-gradients": ReleaseGradients,

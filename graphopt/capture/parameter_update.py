@@ -14,7 +14,7 @@ import graphopt.operators.round_weights  # noqa: F401  registers the operators
 from graphopt.capture.update_bucket import UPDATE_NUMBER, UpdateBucket
 from graphopt.ir.program import Program
 from graphopt.ir.spec import TensorSpec
-from graphopt.optim.base import Emit, Optimizer, ParameterUpdate, UpdateResult
+from graphopt.optim.base import Emit, Number, Optimizer, ParameterUpdate, UpdateResult
 from graphopt.optim.kept_state import MASTER, REMAINDER
 from graphopt.optim.state import Weights
 
@@ -26,12 +26,19 @@ ours = torch.ops.graphopt
 class GradientSource:
     """A gradient as the backward part gives it, and what it is still to be multiplied by.
 
-    ``scaled(node)``: ``node`` times that, in its dtype; ``factor()``: the same as one float32, None for nothing.
+    ``scaled(node)``: ``node`` times that, in its dtype; ``factor()``: the same as one float32, None for nothing;
+    ``scalar``: what ``scaled`` multiplies with, or where it ``divides`` divides by, None for nothing; ``widens``: in at
+    least float32. ``seed`` (None: that of the parameter's name) and ``offset``: of the random numbers of the elements.
     """
 
     gradient: fx.Node
     scaled: Callable[[fx.Node], fx.Node]
     factor: Callable[[], fx.Node | None]
+    scalar: fx.Node | None = None
+    divides: bool = False
+    widens: bool = False
+    seed: fx.Node | None = None
+    offset: fx.Node | int = 0
 
 
 @dataclass(frozen=True)
@@ -61,7 +68,7 @@ class ParameterWriter:
         """The update of the parameter ``name``, whose state tensors are ``state``."""
         parameter = self.program.input_named(name)
         spec = self.program.spec(parameter)
-        seed = seed_of(name)
+        seed = seed_of(name) if source.seed is None else source.seed
         if bucket.is_by_blocks:
             weight = self._stored(parameter, state, bucket)
             update = ParameterUpdate(
@@ -71,12 +78,13 @@ class ParameterWriter:
                 numbers,
                 factor=source.factor(),
                 seed=seed,
+                offset=source.offset,
                 rounds_stochastically=bucket.weights is Weights.STOCHASTIC,
             )
             result = self.optimizer.block_rule(self.emit, update, bucket.structure)
         else:
             result = self._plain(parameter, source, state, numbers, bucket)
-        return self._written(result, spec, numbers, seed, bucket)
+        return self._written(result, spec, numbers, (seed, source.offset), bucket)
 
     def _plain(
         self,
@@ -110,10 +118,10 @@ class ParameterWriter:
         result: UpdateResult,
         spec: TensorSpec,
         numbers: Mapping[str, fx.Node],
-        seed: int,
+        place: tuple[Number, Number],
         bucket: UpdateBucket,
     ) -> UpdatedParameter:
-        """``result`` in the form in which the parameter is stored."""
+        """``result`` in the form in which the parameter is stored; ``place``: seed and offset of random numbers."""
         new = result.parameter
         if bucket.weights is Weights.MASTER:
             return UpdatedParameter(self._cast(new, spec.dtype), {**result.state, MASTER: new})
@@ -122,7 +130,7 @@ class ParameterWriter:
             high, low = (self.emit(operator.getitem, halves, position) for position in (0, 1))
             return UpdatedParameter(high, {**result.state, REMAINDER: low})
         if bucket.weights is Weights.STOCHASTIC and not bucket.is_by_blocks:
-            rounded = self.emit(ours.round_stochastically.default, new, seed, numbers[UPDATE_NUMBER], 0)
+            rounded = self.emit(ours.round_stochastically.default, new, place[0], numbers[UPDATE_NUMBER], place[1])
             return UpdatedParameter(rounded, result.state)
         return UpdatedParameter(self._cast(new, spec.dtype), result.state)
 

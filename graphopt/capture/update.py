@@ -19,6 +19,7 @@ from graphopt.capture.loss_scaling import (
     loss_scale_spec,
 )
 from graphopt.capture.parameter_update import GradientSource, ParameterWriter
+from graphopt.capture.range_update import PAGES, RangeRule, append_paged_update, range_program
 from graphopt.capture.trace import fake_like, new_fake_mode
 from graphopt.capture.update_bucket import UpdateBucket
 from graphopt.errors import OutputError
@@ -91,6 +92,11 @@ def window_update_program(parameters: Mapping[str, TensorSpec], request: UpdateR
     return program
 
 
+def range_update_program(rule: RangeRule) -> Program:
+    """The step Program that updates one range of a parameter; see ``range_program``."""
+    return range_program(rule, _empty_program())
+
+
 def append_window(joint: Program, *, loss: str, weight: fx.Node | float | None) -> Program:
     """The micro-step Program: gradients are added to the window in at least float32, and die.
 
@@ -132,10 +138,10 @@ class _Appender:
         self.program.origins[node.name] = self.origin
         return node
 
-    def add_tensor(self, name: str, kind: InputKind, spec: TensorSpec) -> fx.Node:
+    def add_tensor(self, name: str, kind: InputKind, spec: TensorSpec, *, is_far: bool = False) -> fx.Node:
         identifier = f"{ {InputKind.PARAM: 'p', InputKind.STATE: 's'}[kind] }_{name.replace('.', '_')}"
         fake = fake_like(self.program.fake_mode, spec)
-        return self.program.add_input(Input(name, kind, spec), fake, name=identifier)
+        return self.program.add_input(Input(name, kind, spec, is_far), fake, name=identifier)
 
     def add_number(self, name: str) -> fx.Node:
         identifier = name.replace(".", "_")
@@ -223,6 +229,9 @@ class _Appender:
             gradient,
             scaled=lambda node: self._scaled(node, factor, weight),
             factor=lambda: self._single_factor(factor, weight),
+            scalar=weight if factor is None else factor,
+            divides=factor is None and weight is not None,
+            widens=self.is_scaled,
         )
 
     def _scaled(self, gradient: fx.Node, factor: fx.Node | None, weight: fx.Node | None) -> fx.Node:
@@ -248,12 +257,19 @@ class _Appender:
         bucket: UpdateBucket,
         writer: ParameterWriter,
     ) -> None:
-        specs = bucket.state_specs(self.program.spec(self.program.input_named(name)))
-        state = {key: self.add_tensor(f"{key}.{name}", InputKind.STATE, spec) for key, spec in specs.items()}
-        result = writer.update(name, source, state, numbers, bucket)
+        if bucket.is_paged:
+            rule = (writer.optimizer, bucket)
+            result = append_paged_update(self.program, self.emit, name, source, numbers, rule, self._pages_of(name))
+        else:
+            specs = bucket.state_specs(self.program.spec(self.program.input_named(name)))
+            state = {key: self.add_tensor(f"{key}.{name}", InputKind.STATE, spec) for key, spec in specs.items()}
+            result = writer.update(name, source, state, numbers, bucket)
         self.add_output(result.parameter, OutputKind.PARAM_UPDATE, name)
         for key, value in result.state.items():
             self.add_output(value, OutputKind.STATE_UPDATE, f"{key}.{name}")
+
+    def _pages_of(self, name: str) -> Callable[[TensorSpec], fx.Node]:
+        return lambda spec: self.add_tensor(f"{PAGES}.{name}", InputKind.STATE, spec, is_far=True)
 
     def _clip_factor(
         self, gradients: Mapping[str, fx.Node], weight: fx.Node | None, scaled: ScaledGradients | None

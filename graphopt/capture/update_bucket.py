@@ -25,7 +25,8 @@ _WEIGHT_SLOTS: dict[Weights, tuple[StateSlot, ...]] = {
 class UpdateBucket:
     """Parameters that share a group, a step count and a format, and so their numbers: ``lr.0``, ``step.0``, ...
 
-    ``slots``: the state tensors of each parameter; ``weights``: how a parameter in 2 bytes an element is kept exact.
+    ``slots``: the state tensors of each parameter; ``weights``: how a parameter in 2 bytes an element is kept exact;
+    ``is_paged``: whether the state lies in far memory and is updated there, range by range.
     """
 
     name: str
@@ -35,6 +36,7 @@ class UpdateBucket:
     slots: tuple[StateSlot, ...]
     format: StateFormat = AS_TORCH
     weights: Weights = Weights.OWN
+    is_paged: bool = False
 
     @property
     def is_by_blocks(self) -> bool:
@@ -66,6 +68,7 @@ def make_bucket(
     parameters: tuple[str, ...],
     state_format: StateFormat | None = None,
     weights: Weights = Weights.OWN,
+    is_paged: bool = False,
 ) -> UpdateBucket:
     """The bucket of ``parameters`` under a group's ``options``; their state is kept as torch does by default."""
     state_format = state_format or AS_TORCH
@@ -79,4 +82,5 @@ def make_bucket(
         slots=(*_WEIGHT_SLOTS.get(weights, ()), *moments),
         format=state_format,
         weights=weights,
+        is_paged=is_paged,
     )

@@ -19,7 +19,7 @@ from typing import Protocol
 from torch import Tensor
 
 from graphopt.errors import OffloadError
-from graphopt.execute.far_memory import FarMemory, FarPool
+from graphopt.execute.far_memory import FarMemory, FarPool, FarSlot
 from graphopt.execute.parcel import Parcel
 
 
@@ -81,7 +81,7 @@ class _Copy:
         assert self.tensor is not None, "a copy runs once"
         parcel, near, nbytes = self.parcel, self.tensor.data_ptr(), self.parcel.layout.nbytes
         if self.is_outward:
-            parcel.slot = pool.take(nbytes)
+            parcel.slot = parcel.slot or pool.take(nbytes)
             ctypes.memmove(parcel.slot.address, near, nbytes)
             return
         if parcel.slot is None:
@@ -164,6 +164,17 @@ class CpuCopier:
         parcel.is_dropped = True
         if not self.is_forked:
             self._jobs.put(_Drop(parcel))
+
+    def slot_at(self, memory: Tensor) -> FarSlot:
+        """Far memory that belongs to the caller."""
+        return FarSlot(memory.nbytes, memory.data_ptr(), memory)
+
+    def let_finish(self, parcel: Parcel) -> None:
+        """Wait for copies that nobody has waited for."""
+        for copy in (*parcel.incoming.values(), *([parcel.outgoing] if parcel.outgoing is not None else [])):
+            copy.is_over.wait()
+        parcel.incoming.clear()
+        parcel.outgoing = None
 
     def far_bytes(self) -> tuple[int, int]:
         """Bytes held now and at most, when the queue is empty."""

@@ -59,7 +59,7 @@ class CudaCopier:
 
     def send(self, parcel: Parcel, value: Tensor) -> None:
         """Start the copy out behind what the current stream has been given so far."""
-        slot = self._take(parcel.layout.nbytes)
+        slot = parcel.slot or self._take(parcel.layout.nbytes)
         compute = torch.cuda.current_stream(self.device)
         self._out.wait_stream(compute)
         parcel.slot = slot
@@ -94,6 +94,17 @@ class CudaCopier:
         if parcel.slot is not None:
             self._returned.append(parcel.slot)
             parcel.slot = None
+
+    def slot_at(self, memory: Tensor) -> _PinnedSlot:
+        """Far memory that belongs to the caller, who lets streams wait for each copy in it."""
+        return _PinnedSlot(memory.view(torch.uint8))
+
+    def let_finish(self, parcel: Parcel) -> None:
+        """Let the computing stream wait for what is in flight."""
+        for flight in (*parcel.incoming.values(), *([parcel.outgoing] if parcel.outgoing is not None else [])):
+            flight.compute.wait_event(flight.done)
+        parcel.incoming.clear()
+        parcel.outgoing = None
 
     def far_bytes(self) -> tuple[int, int]:
         """Bytes held now and at most."""

@@ -27,11 +27,11 @@ class FarMemory:
 
 @dataclass(frozen=True)
 class FarSlot:
-    """``nbytes`` of far memory at ``address``; the map lives as long as the slot."""
+    """``nbytes`` of far memory at ``address``; ``memory``, a map or a tensor, lives as long as the slot."""
 
     nbytes: int
     address: int
-    memory: mmap.mmap
+    memory: object
 
 
 class FarPool:

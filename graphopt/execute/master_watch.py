@@ -52,9 +52,10 @@ def _take_over(parameter: torch.Tensor, master: torch.Tensor) -> None:
 
 
 def _take_over_whole(parameter: torch.Tensor, master: torch.Tensor) -> None:
-    same = (master.to(parameter.dtype) == parameter) | (master.isnan() & parameter.isnan())
+    near = master.to(parameter.device)  # a paged one lies on the host
+    same = (near.to(parameter.dtype) == parameter) | (near.isnan() & parameter.isnan())
     if not bool(same.all()):
-        master.copy_(torch.where(same, master, parameter.to(master.dtype)))
+        master.copy_(torch.where(same, near, parameter.to(near.dtype)))
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:

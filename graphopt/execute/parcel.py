@@ -100,5 +100,12 @@ class Copier(Protocol):
     def drop(self, parcel: Parcel) -> None:
         """The far memory of ``parcel`` may be used again, once no copy touches it."""
 
+    def slot_at(self, memory: Tensor) -> Any:
+        """The slot of a parcel whose far memory is ``memory``, a flat tensor of the caller's; such a parcel is sent as
+        often as it is fetched, ends with ``let_finish`` and is never dropped."""
+
+    def let_finish(self, parcel: Parcel) -> None:
+        """Return when no copy of ``parcel`` touches what the calling thread does next; never raises."""
+
     def far_bytes(self) -> tuple[int, int]:
         """Bytes in far memory now, when all that was asked for is done, and the most there ever were."""

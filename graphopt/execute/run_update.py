@@ -56,6 +56,7 @@ def _run_or_skip(
         return
     with commit():
         _write(run, carried)
+        ledger.state.pager.store.settle()
         ledger.written(facts())
     ledger.applied(facts(), verdict, scale)
 
@@ -72,6 +73,7 @@ def _run_deciding(
     carried = run_before_commit(run.executable, run.inputs, run.outputs)
     with commit():
         _write(run, carried)
+        ledger.state.pager.store.settle()
         found = evidence(run.executable.program, run.outputs, weight=facts().weight)
         ledger.decided_later(facts(), found, scale)
     ledger.hold_schedules()

@@ -14,7 +14,8 @@ NO_STATE = "none"
 @dataclass(frozen=True)
 class StateRow:
     """Optimizer state of one parameter. ``format``: ``float32``, ``int8 by blocks of 256, companded``, ... or ``none``;
-    ``nbytes``: of all its state tensors, master copy included, without the step count.
+    ``nbytes``: of all its state tensors, master copy included, without the step count. ``is_paged``: they
+    lie in far memory.
     """
 
     parameter: str
@@ -24,6 +25,7 @@ class StateRow:
     nbytes: int
     reason: str
     by_blocks: bool = False
+    is_paged: bool = False
 
 
 def state_rows(state: TrainState, reached: Iterable[str]) -> tuple[StateRow, ...]:
@@ -40,4 +42,6 @@ def _row(state: TrainState, name: str, *, is_trained: bool) -> StateRow:
         reason = "no gradient reaches it" if parameter.requires_grad else "frozen"
         return StateRow(*where, NO_STATE, 0, reason)
     kept = state.kept(name)
-    return StateRow(*where, kept.label, kept.nbytes, kept.choice.reason, kept.block_format is not None)
+    is_paged = state.pager.is_paged(name)
+    label = f"{kept.label}, paged" if is_paged else kept.label
+    return StateRow(*where, label, kept.nbytes, kept.choice.reason, kept.block_format is not None, is_paged)

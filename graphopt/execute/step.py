@@ -27,6 +27,7 @@ from graphopt.execute.ledger import UpdateFacts, UpdateLedger
 from graphopt.execute.loss_scaler import make_scaler
 from graphopt.execute.model_state import model_state
 from graphopt.execute.model_view import ModelView, eval_mode, view_model
+from graphopt.execute.paging.store import PagingStatistics
 from graphopt.execute.run_update import UpdateRun, run_update
 from graphopt.execute.shared_memory import apart_from
 from graphopt.execute.state_inputs import no_state, state_source
@@ -185,7 +186,7 @@ class TrainStep:
         part = self._gradient(bound, view)
         compiled = self.steps.get(
             (batch_key(bound), view.key, ambient_key()),
-            lambda: _Compiled(part, self._micro_executable(part, view), (), view.modules),
+            lambda: _Compiled(part, self._micro_executable(part), (), view.modules),
             describe=describe_batch(bound),
         )
         executable = self.last_executable = compiled.executable
@@ -213,13 +214,9 @@ class TrainStep:
             self._end_window(view)
         return result
 
-    def _micro_executable(self, part: Any, view: ModelView) -> Executable:
+    def _micro_executable(self, part: Any) -> Executable:
         """The micro-step, planned beside the optimizer state, which it does not read but which is there."""
-        state_bytes = sum(
-            bucket.state_bytes(TensorSpec.of(view.parameters[name]))
-            for bucket in self.state.buckets(part.reached)
-            for name in bucket.parameters
-        )
+        state_bytes = self.state.near_bytes(part.reached)
         return self.builder.micro_step(part, reserved_bytes=state_bytes)
 
     def _end_window(self, view: ModelView) -> None:
@@ -287,6 +284,11 @@ class TrainStep:
             )
 
     # ---- state ---------------------------------------------------------------------------------------------------
+
+    @property
+    def paging(self) -> PagingStatistics:
+        """Whose optimizer state is paged, how much of it is where, and what has been moved."""
+        return self.state.pager.store.statistics()
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -362,9 +364,10 @@ class TrainStep:
         return state_rows(self.state, [name for part in parts for name in part[0].reached]) if parts else ()
 
     def _notes(self) -> tuple[str, ...]:
+        paging = self.state.pager.store.notes()
         if not self.accumulates:
-            return ()
-        return tuple(f"accumulation: {part[0].weight.reason}" for part in self.parts.built.values())
+            return paging
+        return paging + tuple(f"accumulation: {part[0].weight.reason}" for part in self.parts.built.values())
 
 
 __all__ = ["BatchError", "TrainStep", "UpdateInfo"]

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from graphopt.capture.loss_weight import LossWeight
+from graphopt.capture.range_update import PAGES
 from graphopt.capture.update import window_spec
 from graphopt.capture.update_bucket import UPDATE_NUMBER, UpdateBucket, make_bucket
 from graphopt.errors import StateError
 from graphopt.execute.loss_scaler import LossScaler, check_scaler_state, device_of
 from graphopt.execute.master_watch import MasterWatch
+from graphopt.execute.paging.state_pager import StatePager
 from graphopt.execute.state_keeper import StateKeeper
 from graphopt.ir.spec import TensorSpec
 from graphopt.optim.base import Optimizer, refuse_complex
@@ -73,6 +75,7 @@ class TrainState:
         self.choices = self.keeper.choices
         self.known = self.keeper.known
         self.facade = OptimizerFacade(optimizer, parameters, self.keeper, aliases)
+        self.pager = StatePager(self.keeper, self.facade)
         self.masters = MasterWatch()
         self.window = Window()
         self.scaler: LossScaler | None = None
@@ -116,6 +119,7 @@ class TrainState:
 
     def buckets(self, names: tuple[str, ...]) -> tuple[UpdateBucket, ...]:
         """``names`` grouped by parameter group and step count, as the graph needs them."""
+        self.pager.decide(name for name, parameter in self.known.items() if parameter.requires_grad)
         members: dict[tuple[Any, ...], list[str]] = {}
         groups = {id(p): i for i, group in enumerate(self.facade.param_groups) for p in group["params"]}
         for name in names:
@@ -127,7 +131,8 @@ class TrainState:
             options = self.facade.param_groups[group]
             kept = self.choices.choice(name, parameter, options).format
             weights = self.choices.weights(name, parameter)
-            members.setdefault((group, self._count(parameter), kept, weights), []).append(name)
+            key = (group, self._count(parameter), kept, weights, self.pager.is_paged(name))
+            members.setdefault(key, []).append(name)
         return tuple(
             make_bucket(
                 self.optimizer,
@@ -136,8 +141,9 @@ class TrainState:
                 parameters=tuple(inside),
                 state_format=kept,
                 weights=weights,
+                is_paged=is_paged,
             )
-            for position, ((group, _, kept, weights), inside) in enumerate(members.items())
+            for position, ((group, _, kept, weights, is_paged), inside) in enumerate(members.items())
         )
 
     def choice(self, name: str) -> StateChoice:
@@ -146,7 +152,14 @@ class TrainState:
 
     def kept(self, name: str) -> KeptState:
         """How the state of parameter ``name`` is kept."""
-        return self.keeper.kept(name, self.facade.param_groups[self.facade.group_of(self.known[name])])
+        return self.keeper.kept(name, self._options_of(name))
+
+    def near_bytes(self, names: Iterable[str]) -> int:
+        """Bytes of the state of ``names`` that lies in ordinary memory."""
+        return sum(self.kept(name).nbytes for name in names if not self.pager.is_paged(name))
+
+    def _options_of(self, name: str) -> Mapping[str, Any]:
+        return self.facade.param_groups[self.facade.group_of(self.known[name])]
 
     def numbers(self, buckets: tuple[UpdateBucket, ...]) -> dict[str, float]:
         """The numbers of this update by the names the graph knows: ``lr.0``, ``step.0``, ..."""
@@ -163,9 +176,11 @@ class TrainState:
     def tensor(self, state_name: str, name: str, spec: TensorSpec) -> torch.Tensor:
         """State ``state_name`` of parameter ``name``; at first zeros, or for a master copy the parameter."""
         state = self.facade.state[self.known[name]]
+        if self.optimizer.counts_steps and "step" not in state:
+            state["step"] = torch.tensor(0.0)
+        if state_name == PAGES:
+            return self.pager.pages(name, state)
         if state_name not in state:
-            if self.optimizer.counts_steps and "step" not in state:
-                state["step"] = torch.tensor(0.0)
             state[state_name] = zeros(spec)
             if state_name == MASTER:
                 state[state_name].copy_(self.known[name].detach())
@@ -220,11 +235,19 @@ class TrainState:
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Restore what ``state_dict`` gave. Everything is checked before anything is changed."""
-        for name, (options, kept) in self._check(saved).items():
+        checked = self._check(saved)
+        for name, (options, kept) in checked.items():
             self.keeper.settle(name, options, kept)
+        self.pager.decide(saved["state"])
+        self.pager.reserve(saved["state"])
         self.facade.state.clear()
         for name, values in saved["state"].items():
-            self.facade.state[self.known[name]] = copied_state(values, self.known[name])
+            # What is paged goes from where it is straight into its pages.
+            paged = checked[name][1].specs if name in checked and self.pager.is_paged(name) else {}
+            copied = copied_state({key: values[key] for key in values if key not in paged}, self.known[name])
+            state = self.facade.state[self.known[name]] = {**values, **copied}
+            if paged:
+                self.pager.pages(name, state)
         for group, options in zip(self.facade.param_groups, saved["groups"], strict=True):
             group.update({key: _restored(value) for key, value in options.items() if key != "params"})
             group["params"] = [self.known[name] for name in options["params"]]

@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from graphopt.execute.measure import memory_changes
+from graphopt.execute.paging.trial import trial_arguments
 from graphopt.ir import ops
 from graphopt.ir.program import Program
 from graphopt.ir.spec import TensorSpec
@@ -55,7 +56,8 @@ class MeasuredWorkspace:
 def _may_allocate(node: fx.Node) -> bool:
     if ops.is_getitem(node) or ops.is_scalar_op(node) or ops.is_view(node) or ops.is_factory(node):
         return False
-    if ops.is_transfer(node):  # it allocates its result alone, and cannot be tried: a ticket of zeros means nothing
+    # They allocate their result alone, and cannot be tried: a ticket of zeros means nothing.
+    if ops.is_transfer(node) or ops.is_page_in(node):
         return False
     tensors = list(_tensor_values(node.all_input_nodes))
     if not tensors or any(tensor.device.type != "cpu" for tensor in tensors):
@@ -117,7 +119,7 @@ def _key(node: fx.Node) -> Any:
 
 def _measure(unknown: dict[Any, fx.Node]) -> None:
     for key, node in unknown.items():
-        arguments = fx.map_arg((node.args, node.kwargs), _real_zeros)
+        arguments = trial_arguments(node) or fx.map_arg((node.args, node.kwargs), _real_zeros)
 
         def call(node: fx.Node = node, arguments: Any = arguments) -> Any:
             return node.target(*arguments[0], **arguments[1])  # type: ignore[operator]

@@ -15,7 +15,7 @@ from torch import fx
 from graphopt.ir import ops
 from graphopt.ir.program import Program, nodes_in
 from graphopt.ir.spec import UPDATE_KINDS, InputKind, OutputKind
-from graphopt.ir.storage import StorageMap, storage_map
+from graphopt.ir.storage import StorageMap, resident_bytes, storage_map
 from graphopt.ir.twins import is_twin
 from graphopt.ir.update_targets import update_targets
 
@@ -37,7 +37,8 @@ class MemoryPlan:
 
     ``free_after[i]``: nodes whose names are deleted after ``order[i]``; ``write_after[i]``: updates written there
     (before the deletions); ``write_at_end``: updates written when all has succeeded. ``peak_bytes`` is above
-    ``resident_bytes`` (inputs and constants); ``live_bytes[i]`` is what is held while ``order[i]`` runs.
+    ``resident_bytes`` (inputs, but for far ones, and constants); ``live_bytes[i]`` is what is held while ``order[i]``
+    runs.
     """
 
     order: tuple[fx.Node, ...]
@@ -78,7 +79,7 @@ def plan_memory(
         peak_bytes=peak,
         peak_at=order[live.index(peak)] if live else None,
         live_bytes=tuple(live),
-        resident_bytes=sum(storages.nbytes[number] for number in storages.resident),
+        resident_bytes=resident_bytes(program, storages),
     )
 
 

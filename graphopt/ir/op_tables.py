@@ -10,6 +10,7 @@ import torch
 
 import graphopt.operators.block_update  # noqa: F401  registers operators that are named below
 from graphopt.ir import transfer_ops
+from graphopt.operators import paged_update
 from graphopt.operators.embedding_rows import ADD_EMBEDDING_ROWS
 
 aten = torch.ops.aten
@@ -83,6 +84,12 @@ UNINITIALISED = frozenset(
 TRANSFERS = frozenset(
     {transfer_ops.OFFLOAD, transfer_ops.OFFLOADED, transfer_ops.PREFETCH, transfer_ops.ARRIVED},
 )
+
+# They start a copy into the buffer that they return: two calls are never the same, and none may be tried.
+PAGE_INS = frozenset({paged_update.PAGE_IN})
+
+# The state of a parameter is updated where it lies, range by range.
+PAGED_UPDATES = frozenset({paged_update.PAGED_UPDATE, paged_update.PAGED_UPDATE_})
 
 MATMULS = frozenset(
     {

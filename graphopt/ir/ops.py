@@ -128,6 +128,16 @@ def is_transfer(node: fx.Node) -> bool:
     return overload(node) in tables.TRANSFERS
 
 
+def is_page_in(node: fx.Node) -> bool:
+    """Whether ``node`` starts to fetch state from far memory: never merged or repeated."""
+    return overload(node) in tables.PAGE_INS
+
+
+def is_paged_update(node: fx.Node) -> bool:
+    """Whether ``node`` updates a parameter whose state lies in far memory."""
+    return overload(node) in tables.PAGED_UPDATES
+
+
 def is_factory(node: fx.Node) -> bool:
     """Whether ``node`` makes a tensor from sizes and numbers alone (``zeros``, ``arange``, ...)."""
     return overload(node) in tables.FACTORIES
@@ -249,7 +259,8 @@ def is_pure(node: fx.Node) -> bool:
     op = overload(node)
     if op is None:
         return False
-    return not (is_random(node) or has_effect(node) or is_uninitialised(node) or is_transfer(node))
+    starts_copy = is_transfer(node) or is_page_in(node)
+    return not (is_random(node) or has_effect(node) or is_uninitialised(node) or starts_copy)
 
 
 def tensor_arguments(node: fx.Node) -> tuple[fx.Node, ...]:

@@ -107,11 +107,14 @@ UPDATE_KINDS = frozenset(
 
 @dataclass(frozen=True)
 class Input:
-    """One input: ``name`` is the user's name (parameter path, batch key), ``kind`` its role."""
+    """One input: ``name`` is the user's name (parameter path, batch key), ``kind`` its role. ``is_far``: it lies
+    outside ordinary memory (in a memory map, or in the host's beside a device), and only parts are ever brought in.
+    """
 
     name: str
     kind: InputKind
     spec: TensorSpec | ScalarSpec
+    is_far: bool = False
 
 
 @dataclass(frozen=True)

@@ -52,6 +52,18 @@ def storage_map(program: Program) -> StorageMap:
     return StorageMap(held, tuple(nbytes), frozenset(resident))
 
 
+def near_resident(program: Program, storages: StorageMap) -> tuple[int, ...]:
+    """The resident storages that lie in ordinary memory, in order; inputs that are far are left out."""
+    inputs = zip(program.placeholders(), program.signature.inputs, strict=True)
+    far = {number for node, entry in inputs if entry.is_far for number in storages.held[node]}
+    return tuple(sorted(storages.resident - far))
+
+
+def resident_bytes(program: Program, storages: StorageMap) -> int:
+    """Bytes of inputs and constants in ordinary memory."""
+    return sum(storages.nbytes[number] for number in near_resident(program, storages))
+
+
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     """The tensors in a node's value, in order."""
     if isinstance(value, torch.Tensor):

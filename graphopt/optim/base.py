@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import fx
 
 from graphopt.errors import UnsupportedError
+from graphopt.ir.units import parse_bytes
 from graphopt.optim.state import PLAIN_FORMATS, ParameterFacts, StateChoice, checked_state
 
 Number = Any
@@ -28,8 +29,8 @@ class ParameterUpdate:
     """What a rule gets for one parameter: its node, its gradient, its state by name, and the group's numbers.
 
     A rule in ATen gets all in one dtype, the gradient scaled. A rule by blocks gets them as they are, with what the
-    gradient is still to be multiplied by: ``factor``, one float32 (None: nothing). ``seed``: of the parameter's random
-    numbers; ``rounds_stochastically``: whether the new parameter is rounded by chance.
+    gradient is still to be multiplied by: ``factor``, one float32 (None: nothing). ``seed`` and ``offset``: of the
+    random numbers of its elements; ``rounds_stochastically``: whether the new parameter is rounded by chance.
     """
 
     parameter: fx.Node
@@ -37,7 +38,8 @@ class ParameterUpdate:
     state: Mapping[str, fx.Node]
     numbers: Mapping[str, Number]
     factor: fx.Node | None = None
-    seed: int = 0
+    seed: Number = 0
+    offset: Number = 0
     rounds_stochastically: bool = False
 
 
@@ -55,12 +57,19 @@ class Optimizer(ABC):
 
     Options have the names of ``torch.optim`` and live in ``step.optimizer.param_groups``, where they can be changed at
     any time: they enter the graph as numbers.
+
+    ``paged``: the state lies outside ordinary memory (CPU: in a memory-mapped file in the folder ``page_dir``, default
+    that of temporary files; CUDA: in page-locked memory of the host) and streams in by ranges for the update.
+    ``page_limit``: how many bytes of it, as a number or text such as "64MiB", may stay in ordinary memory.
     """
 
     lr: float
     groups: tuple[Mapping[str, Any], ...] = ()
     maximize: bool = False
     state: str = "parameter"
+    paged: bool = False
+    page_limit: int | str = 0
+    page_dir: str | None = None
 
     counts_steps: ClassVar[bool] = True
     """Whether ``step`` is part of the state, as in torch's Adam."""
@@ -76,12 +85,17 @@ class Optimizer(ABC):
         if self.maximize:
             raise UnsupportedError("maximize=True is not supported: negate the loss instead")
         self._check(self.options())
+        checked_page_limit(self.page_limit)
         for group in self.groups:
             self._check_group(group)
 
     def options(self) -> dict[str, Any]:
         """The options of a group by their names in ``torch.optim``."""
         return {field.name: getattr(self, field.name) for field in fields(self) if field.name not in _NOT_OPTIONS}
+
+    def without_groups(self) -> Optimizer:
+        """The same rule under other numbers and for no parameter in particular."""
+        return replace(self, groups=(), lr=0.0, paged=False, page_limit=0, page_dir=None)
 
     def _check_group(self, group: Mapping[str, Any]) -> None:
         options = self.options()
@@ -126,7 +140,19 @@ class Optimizer(ABC):
 
 
 _NOT_OPTIONS = frozenset(
-    {"groups", "maximize", "amsgrad", "block", "map", "stochastic_state", "min_8bit_size", "embeddings"}
+    {
+        "groups",
+        "maximize",
+        "amsgrad",
+        "block",
+        "map",
+        "stochastic_state",
+        "min_8bit_size",
+        "embeddings",
+        "paged",
+        "page_limit",
+        "page_dir",
+    }
 )
 
 
@@ -137,6 +163,13 @@ def refuse_complex(optimizer: Optimizer, name: str, parameter: torch.Tensor) -> 
             f"parameter {name!r} is complex; torch treats complex parameters as pairs of reals in "
             f"{type(optimizer).__name__}, which is not supported: use SGD"
         )
+
+
+def checked_page_limit(limit: int | str) -> int:
+    """``page_limit`` in bytes; UnsupportedError for what is no number of bytes."""
+    if limit == 0 and not isinstance(limit, bool):
+        return 0
+    return parse_bytes(limit, name="page_limit")
 
 
 def check_range(name: str, value: float, low: float, high: float = float("inf")) -> None:

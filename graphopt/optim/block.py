@@ -118,7 +118,7 @@ class _BlockAdam(_BlockOptions, Adam):
             structure.stochastic,
             update.rounds_stochastically,
             update.seed,
-            0,
+            update.offset,
         )
         return _unpacked(emit, results, names)
 
@@ -159,7 +159,7 @@ class Lion8bit(_BlockOptions, Lion):
             _DECOUPLED,
             update.rounds_stochastically,
             update.seed,
-            0,
+            update.offset,
         )
         return _unpacked(emit, results, names)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import fnmatch
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -51,6 +51,7 @@ class OptimizerFacade(torch.optim.Optimizer):
         """``aliases``: other names of tied parameters, by which a group may name them too."""
         self.definition = optimizer
         self.keeper = keeper
+        self.after_replacing: Callable[[Mapping[Any, dict[str, Any]]], None] | None = None
         super().__init__(_make_groups(optimizer, parameters, aliases or {}), optimizer.options())
         # Schedulers warn unless an update has happened; the compiled step says so after each of its updates.
         self._opt_called = False
@@ -162,6 +163,8 @@ class OptimizerFacade(torch.optim.Optimizer):
             self.state[parameter] = values
         for own, options in zip(self.param_groups, groups, strict=True):
             own.update({key: _restored(value) for key, value in options.items() if key != "params"})
+        if self.after_replacing is not None:
+            self.after_replacing(self.state)
 
     def replace_parameter(self, old: torch.nn.Parameter, new: torch.nn.Parameter) -> None:
         """Let ``new`` take the place and, if its shape is the same, the state of ``old``."""

@@ -18,6 +18,7 @@ from graphopt.passes.merge_loss_gradient import MergeLossGradient
 from graphopt.passes.offload import Offload
 from graphopt.passes.order_for_lifetime import OrderForLifetime
 from graphopt.passes.pack_masks import PackMasks
+from graphopt.passes.prefetch_state import PrefetchState
 from graphopt.passes.recast_weights import RecastWeights
 from graphopt.passes.recompute import Recompute
 from graphopt.passes.release_gradients import ReleaseGradients
@@ -85,6 +86,7 @@ def step_pipeline(memory: MemoryRequest = NO_REQUEST) -> Pipeline:
             ReleaseGradients(),  # before writing in place, which it makes possible where the gradient is
             OrderForLifetime(),  # when updates are where they run; it counts on the writes in place that follow
             *memory_passes(memory),
+            PrefetchState(),  # when nothing moves any more, so that a fetch is as far ahead as it was meant to be
             ReuseLastUse(),  # last but one: from here on the program writes in place
             BatchUpdates(),  # behind it: what writes in place needs no names for its results, and can be one call
         )

@@ -14,7 +14,7 @@ from graphopt.ir.liveness import Workspace, forward_end
 from graphopt.ir.program import Program, nodes_in
 from graphopt.ir.reuse import DyingOperands
 from graphopt.ir.spec import UPDATE_KINDS, OutputKind
-from graphopt.ir.storage import storage_map
+from graphopt.ir.storage import resident_bytes, storage_map
 from graphopt.ir.update_targets import update_targets
 
 
@@ -110,7 +110,7 @@ def step_graph(program: Program, *, seconds: dict[fx.Node, float], workspace: Wo
         seconds=tuple(seconds.get(node, 0.0) for node in nodes),
         workspace=tuple(workspace(node) if node.op == "call_function" else 0 for node in nodes),
         first_late=index[calls[split]] if split < len(calls) else len(nodes),
-        resident_bytes=sum(storages.nbytes[s] for s in storages.resident),
+        resident_bytes=resident_bytes(program, storages),
         index=index,
     )
 

@@ -11,7 +11,7 @@ from graphopt.execute.segments import Segment, split_segments
 from graphopt.execute.state_rows import StateRow
 from graphopt.ir.liveness import MemoryPlan
 from graphopt.ir.program import Program
-from graphopt.ir.storage import StorageMap, storage_map
+from graphopt.ir.storage import StorageMap, near_resident, storage_map
 from graphopt.ir.text import value_text
 from graphopt.report.classify import Classifier
 from graphopt.report.data import AliveValue, MemoryByClass, MemoryClass, Report, TimelinePoint
@@ -36,7 +36,7 @@ def build_report(
     storages = storage_map(program)
     classifier = Classifier(program, plan, storages)
     peak = plan.order.index(plan.peak_at) if plan.peak_at is not None else 0
-    memory, beside = _memory_by_class(plan, storages, classifier, peak), bytes_beside(program, state)
+    memory, beside = _memory_by_class(program, plan, storages, classifier, peak), bytes_beside(program, state)
     return Report(
         records=program.history,
         memory=replace(memory, optimizer_state=memory.optimizer_state + beside),
@@ -60,10 +60,12 @@ def segment_name(segments: Sequence[Segment], position: int) -> str:
     return next((part.name for part in segments if part.start <= position < part.end), "")
 
 
-def _memory_by_class(plan: MemoryPlan, storages: StorageMap, classifier: Classifier, peak: int) -> MemoryByClass:
+def _memory_by_class(
+    program: Program, plan: MemoryPlan, storages: StorageMap, classifier: Classifier, peak: int
+) -> MemoryByClass:
     nbytes = dict.fromkeys(MemoryClass, 0)
     alive = classifier.alive_at(peak)
-    for number in (*sorted(storages.resident), *alive):
+    for number in (*near_resident(program, storages), *alive):
         nbytes[classifier.memory_class(number, peak)] += storages.nbytes[number]
     inside_operator = plan.peak_bytes - sum(storages.nbytes[number] for number in alive)
     nbytes[MemoryClass.TEMPORARIES] += inside_operator

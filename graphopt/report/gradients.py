@@ -53,7 +53,8 @@ class _Finder:
         if index is None:
             return ()
         shape = self.program.spec(self.program.placeholders()[index]).shape
-        pending, seen, found = [updated], {updated}, []
+        pending, found = [updated, *self._read_where_written(updated)], []
+        seen = set(pending)
         while pending:
             node = pending.pop()
             if self._is_gradient(node, shape):
@@ -66,6 +67,15 @@ class _Finder:
             seen.update(fresh)
             pending += [argument for argument in fresh if node not in found or self._is_gradient(argument, shape)]
         return tuple(sorted(found, key=self.position.__getitem__, reverse=True))
+
+    def _read_where_written(self, parameter: fx.Node) -> list[fx.Node]:
+        """What a call reads that writes ``parameter``, and no other, where it lies."""
+        found = []
+        for node in parameter.users if parameter in self.parameters else ():
+            written = list(ops.mutated_arguments(node))
+            if [target for target in written if target in self.parameters] == [parameter]:
+                found += [argument for argument in node.all_input_nodes if argument not in written]
+        return found
 
     def _is_gradient(self, node: fx.Node, shape: tuple[int, ...]) -> bool:
         if self.position.get(node, -1) < self.forward_end or node in self.from_state:

@@ -67,7 +67,7 @@ def bytes_beside(program: Program, rows: Sequence[StateRow]) -> int:
     """
     names = [entry.name for _, entry in program.signature.inputs_of(InputKind.STATE)]
     read = {name.partition(".")[2] for name in names if not name.startswith(f"{WINDOW}.")}
-    return sum(row.nbytes for row in rows if row.parameter not in read)
+    return sum(row.nbytes for row in rows if row.parameter not in read and not row.is_paged)
 
 
 def state_notes(rows: Sequence[StateRow]) -> tuple[str, ...]:
