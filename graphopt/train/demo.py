@@ -263,8 +263,9 @@ def _print_comparison(console: Console, step: Any, result: DemoResult) -> None:
     whole = (result.ours.rest_bytes + result.ours.peak_bytes) / (result.eager.rest_bytes + result.eager.peak_bytes)
     console.print(table)
     console.print(
-        f"whole step {1 - whole:+.1%} of memory saved, peak above rest "
-        f"{1 - result.ours.peak_bytes / result.eager.peak_bytes:+.1%}, step time {result.ours.step_seconds / result.eager.step_seconds:.2f} x; "
+        f"whole step {1 - whole:+.1%} of memory saved, "
+        f"peak above rest {1 - result.ours.peak_bytes / result.eager.peak_bytes:+.1%}, "
+        f"step time {result.ours.step_seconds / result.eager.step_seconds:.2f} x; "
         "both measured in this run, as the allocator saw it"
     )
     for folder in result.dumps:
