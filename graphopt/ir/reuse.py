@@ -14,6 +14,7 @@ from graphopt.ir.program import Program, nodes_in
 from graphopt.ir.spec import InputKind, OutputKind, TensorSpec
 from graphopt.ir.storage import StorageMap, storage_map
 from graphopt.ir.update_targets import update_targets
+from graphopt.ir.updates import leads_to, parameter_of
 
 _WRITABLE = (OutputKind.PARAM_UPDATE, OutputKind.STATE_UPDATE)
 
@@ -66,8 +67,10 @@ class DyingOperands:
             for argument in node.all_input_nodes:
                 for number in _read(storages, node, argument):
                     self.last_use[number] = position
+        self.leads_to = leads_to(program)
         self.lazy = {number for node, number in self.storage.items() if _is_lazy(program.value(node))}
-        self.written = _storages_with_update(program, self.storage)
+        self.written_by = _storages_with_update(program, self.storage)
+        self.written = set(self.written_by)
         self.kept = self._kept(storages)
         self.members: dict[int, list[fx.Node]] = {}
         for node, number in self.storage.items():
@@ -120,6 +123,15 @@ class DyingOperands:
         spec = self.program.spec(result)
         return self.program.spec(operand) == spec and spec.nbytes == self.nbytes[self.storage[operand]]
 
+    def _may_write(self, node: fx.Node, operand: fx.Node) -> bool:
+        """Whether ``node`` belongs to the update of ``operand``, if that is a parameter or a state.
+
+        What a step reads of a parameter and then no more (one whose master is what the update reads) must not be taken
+        for free memory: the step may yet be skipped, or fail.
+        """
+        owner = self.written_by.get(self.storage[operand])
+        return owner is None or self.leads_to.get(node) == owner
+
     def joined_results(self, node: fx.Node, updated: Mapping[fx.Node, fx.Node]) -> None:
         """The results of ``node`` and all views of them live in the storages of the arguments that they update."""
         for result, operand in updated.items():
@@ -137,6 +149,8 @@ class DyingOperands:
 
     def _fits(self, node: fx.Node, operand: fx.Node, spec: TensorSpec) -> bool:
         if self.program.spec(operand) != spec or spec.nbytes != self.nbytes[self.storage[operand]]:
+            return False
+        if not self._may_write(node, operand):
             return False
         if self.storage[node] == self.storage[operand]:
             return False
@@ -175,15 +189,15 @@ def _is_lazy(value: object) -> bool:
     return isinstance(value, torch.Tensor) and (value.is_conj() or value.is_neg())
 
 
-def _storages_with_update(program: Program, storage: dict[fx.Node, int]) -> set[int]:
-    """Storages of parameters and state that the program updates anyway."""
+def _storages_with_update(program: Program, storage: dict[fx.Node, int]) -> dict[int, str]:
+    """Storages of parameters and state that the program updates anyway, and the parameter that each belongs to."""
     buffers = {
         node
         for node, entry in zip(program.placeholders(), program.signature.inputs, strict=True)
         if entry.kind is InputKind.BUFFER
     }
     return {
-        storage[update.target]
+        storage[update.target]: parameter_of(program, update.output)
         for update in update_targets(program)
         if update.output.kind in _WRITABLE and nodes_in((update.value,)) and update.target not in buffers
     }

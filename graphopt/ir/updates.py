@@ -63,7 +63,7 @@ class _Facts:
     def __init__(self, program: Program) -> None:
         self.backward = backward_nodes(program)
         self.in_update = _reached_by_the_update(program)
-        self.leads_to = _leads_to(program)
+        self.leads_to = leads_to(program)
 
     def is_update(self, node: fx.Node) -> bool:
         """Whether a number or a state goes into ``node``, or it only converts a gradient on its way there."""
@@ -73,7 +73,7 @@ class _Facts:
         return is_converted and all(user in self.in_update for user in node.users)
 
 
-def _parameter_of(program: Program, output: Output) -> str:
+def parameter_of(program: Program, output: Output) -> str:
     """The parameter whose update ``output`` belongs to; state is called ``<state>.<parameter>``."""
     if output.kind is OutputKind.PARAM_UPDATE:
         return output.name
@@ -85,7 +85,7 @@ def _targets_by_parameter(program: Program) -> dict[str, list[fx.Node]]:
     targets: dict[str, list[fx.Node]] = {}
     for update in update_targets(program):
         if update.output.kind in _WRITTEN_EARLY:
-            targets.setdefault(_parameter_of(program, update.output), []).append(update.target)
+            targets.setdefault(parameter_of(program, update.output), []).append(update.target)
     return targets
 
 
@@ -103,8 +103,8 @@ def _reached_by_the_update(program: Program) -> set[fx.Node]:
     return reached
 
 
-def _leads_to(program: Program) -> dict[fx.Node, str]:
-    """For each call, the one parameter whose update is all that it leads to, or ``_SEVERAL``."""
+def leads_to(program: Program) -> dict[fx.Node, str]:
+    """For each call, the one parameter whose update is all that it leads to; the empty string if there is more."""
     leads: dict[fx.Node, str] = {}
 
     def join(node: fx.Node, name: str) -> None:
@@ -112,7 +112,7 @@ def _leads_to(program: Program) -> dict[fx.Node, str]:
 
     for value, output in zip(program.output_values(), program.signature.outputs, strict=True):
         for node in nodes_in((value,)):
-            join(node, _parameter_of(program, output) if output.kind in _WRITTEN_EARLY else _SEVERAL)
+            join(node, parameter_of(program, output) if output.kind in _WRITTEN_EARLY else _SEVERAL)
     for node in reversed(program.ops()):
         name = leads.setdefault(node, _SEVERAL)
         for argument in node.all_input_nodes:

@@ -121,3 +121,21 @@ def test_a_master_follows_a_parameter_that_is_replaced():
 def test_what_only_bfloat16_can_do_is_refused_for_float16(master):
     with pytest.raises(UnsupportedError, match="master='fp32'"):
         train(OneWeight(torch.float16), optim.SGD(lr=1e-3), precision=graphopt.Precision("fp16", master=master))
+
+
+@pytest.mark.parametrize("master", MASTERS)
+def test_the_forward_part_never_writes_into_a_parameter_that_it_is_the_last_to_read(master):
+    model = OneWeight(torch.bfloat16)
+    step = train(model, optim.SGD(lr=1e-3), steps=1, precision=graphopt.Precision("bf16", master=master))
+    assert "aten.mul_" not in step.source.split("def update")[0]
+    assert "aten.mul_.Tensor(p_w" not in step.source
+
+
+def test_a_skipped_update_leaves_a_parameter_with_a_master_as_it_was():
+    model = OneWeight(torch.float16, size=3)
+    step = graphopt.compile(
+        model, ["loss"], optimizer=optim.SGD(lr=1e-3), precision="fp16", loss_scale=1024.0, backend="aten"
+    )
+    step(torch.tensor([1.0, float("inf"), 2.0], dtype=torch.float16))
+    assert step.last_update.skipped
+    assert torch.equal(model.w.detach(), torch.ones(3, dtype=torch.float16))
