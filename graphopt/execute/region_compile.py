@@ -1,7 +1,7 @@
 """Regions through Inductor: each distinct one is compiled once a process.
 
-Private torch: ``torch._inductor`` (``compile_fx_inner``, ``config``), ``torch._guards``, ``make_fx`` and ``ShapeEnv`` (torch
-2.11 to 2.14).
+Private torch: ``torch._inductor`` (``compile_fx_inner``, ``config``), ``torch._guards``, ``make_fx`` and ``ShapeEnv``
+(torch 2.11 to 2.14).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from graphopt.capture.trace import fake_like
 from graphopt.execute.region import Region
-from graphopt.execute.region_decompositions import region_decompositions
+from graphopt.execute.region_decompositions import decompositions
 from graphopt.execute.region_graph import RegionGraph
 from graphopt.ir.fake import FakeTensorMode
 from graphopt.ir.spec import TensorSpec
@@ -62,7 +62,7 @@ def _compile(graph: RegionGraph) -> Callable[[list[Any]], Sequence[Any]]:
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
     fakes = [fake_like(mode, spec) for spec in graph.input_specs]
     with torch.no_grad(), config.patch(_SETTINGS), tracing(TracingContext(mode)):
-        traced = make_fx(_as_planned(graph), decomposition_table=region_decompositions(), tracing_mode="real")(*fakes)
+        traced = make_fx(graph.run, decomposition_table=decompositions(), tracing_mode="real")(*fakes)
         _fix_output_layouts(traced, graph.output_specs)
         compiled: Any = compile_fx_inner(traced, fakes)
     return compiled  # type: ignore[no-any-return]

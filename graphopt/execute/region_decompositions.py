@@ -1,46 +1,51 @@
-"""How Inductor takes operators apart inside a region, where its own way gives other dtypes than the kernels of the plan.
+"""What Inductor takes operators apart into, where torch's own way disagrees with the operator about a dtype.
 
-Torch's decomposition of a layer normalisation rounds the statistics to the dtype of the input on a CPU; with an input of
-two bytes and float32 weights the kernel returns float32, and so does this one.
+The statistics of a layer or group normalisation of two bytes with float32 weights are float32 on a CPU. torch's
+decompositions round them to two bytes: whoever reads them as planned would read other numbers.
+It can go when they agree: ``tests/execute/test_inductor.py`` says when.
 
-Private torch: ``torch._inductor.decomposition.select_decomp_table`` (torch 2.11 to 2.14).
+Private torch: ``torch._inductor.decomposition.select_decomp_table``, ``torch._refs`` (torch 2.11 to 2.14).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch._inductor.decomposition import select_decomp_table
+from torch._refs import native_group_norm, native_layer_norm
 
 aten = torch.ops.aten
 
 
-def region_decompositions() -> Mapping[Any, Callable[..., Any]]:
-    """The decompositions of a region, by operator."""
-    table = dict(select_decomp_table())
-    table[aten.native_layer_norm.default] = _layer_norm_of(table[aten.native_layer_norm.default])
-    return table
+def decompositions() -> dict[Any, Callable[..., Any]]:
+    """Inductor's table with what is corrected here."""
+    return {
+        **select_decomp_table(),
+        aten.native_layer_norm.default: _layer_norm,
+        aten.native_group_norm.default: _group_norm,
+    }
 
 
-def _layer_norm_of(torch_decomposition: Callable[..., Any]) -> Callable[..., Any]:
-    def layer_norm(
-        source: torch.Tensor,
-        normalised: Sequence[int],
-        weight: torch.Tensor | None,
-        bias: torch.Tensor | None,
-        eps: float,
-    ) -> Any:
-        if weight is None or weight.dtype == source.dtype:
-            return torch_decomposition(source, normalised, weight, bias, eps)
-        dims = list(range(source.dim() - len(normalised), source.dim()))
-        wide = source.to(weight.dtype)
-        variance, mean = torch.var_mean(wide, dim=dims, unbiased=False, keepdim=True)
-        scale = torch.rsqrt(variance + eps)
-        result = (wide - mean) * scale * weight
-        if bias is not None:
-            result = result + bias
-        return result.to(source.dtype), mean, scale
+def _layer_norm(
+    source: Tensor, normalised: list[int], weight: Tensor | None, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    if not _is_mixed(source, weight):
+        return native_layer_norm(source, normalised, weight, bias, eps)  # type: ignore[no-any-return]
+    result, mean, rstd = native_layer_norm(source.to(torch.float32), normalised, weight, bias, eps)
+    return result.to(source.dtype), mean, rstd
 
-    return layer_norm
+
+def _group_norm(
+    source: Tensor, weight: Tensor | None, bias: Tensor | None, *sizes_and_eps: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    if not _is_mixed(source, weight):
+        return native_group_norm(source, weight, bias, *sizes_and_eps)  # type: ignore[no-any-return]
+    result, mean, rstd = native_group_norm(source.to(torch.float32), weight, bias, *sizes_and_eps)
+    return result.to(source.dtype), mean, rstd
+
+
+def _is_mixed(source: Tensor, weight: Tensor | None) -> bool:
+    return source.device.type == "cpu" and weight is not None and weight.dtype != source.dtype

@@ -56,7 +56,7 @@ class RegionGraph:
             args: Any
             args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
             result = args[0][args[1]] if ops.is_getitem(node) else call_with_tensors(node, args, kwargs)
-            values[node] = _laid_out_as(result, node.meta["val"])
+            values[node] = _as_planned(result, node.meta["val"])
         results = tuple(values[node] for node in self.outputs)
         for value, position in self.writes:
             aten.copy_.default(arguments[position], values[value])
@@ -91,12 +91,15 @@ def region_graph(
     )
 
 
-def _laid_out_as(result: Any, planned: Any) -> Any:
-    """``result`` with the strides of ``planned``: decompositions lay values out in their own way, and views behind them
-    were captured for the operators'. Inductor sees a copy, which it fuses away unless the value leaves the region.
+def _as_planned(result: Any, planned: Any) -> Any:
+    """``result`` with the dtype and the strides of ``planned``: decompositions choose these in their own way, but what
+    reads the value was captured for the operators'. Inductor sees a copy, which it fuses away unless the value leaves
+    the region.
     """
     if not isinstance(result, torch.Tensor):
         return result
+    if result.dtype != planned.dtype:
+        result = aten._to_copy.default(result, dtype=planned.dtype)
     if result.stride() == planned.stride() or not result.numel():
         return result
     order = sorted(range(planned.dim()), key=lambda dim: (-planned.stride(dim), planned.shape[dim] == 1))

@@ -145,6 +145,38 @@ def test_a_module_has_the_gradients_of_aten():
     assert_close(*gradients)
 
 
+class Normalised(nn.Module):
+    """A product of two bytes that a normalisation with float32 weights reads."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Conv1d(16, 16, 1), norm, nn.Conv1d(16, 16, 1)
+
+    def forward(self, x):
+        h = self.first(x) + 1
+        return {"loss": (self.last(self.norm(h) + h) - x).square().mean()}
+
+
+@needs_compiler
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize(
+    "norm", [nn.LayerNorm(32), nn.GroupNorm(4, 16), nn.BatchNorm1d(16)], ids=lambda norm: norm._get_name()
+)
+def test_gradients_through_a_normalisation_in_mixed_precision_are_those_of_aten(norm, precision):
+    x = torch.randn(8, 16, 32, generator=torch.Generator().manual_seed(0))
+    torch.manual_seed(0)
+    model = Normalised(norm)
+    gradients = {}
+    for backend in ("aten", "inductor"):
+        twin = copy.deepcopy(model)
+        graphopt.compile(twin, outputs=["loss"], precision=precision, backend=backend)(x)["loss"].backward()
+        gradients[backend] = {name: parameter.grad for name, parameter in twin.named_parameters()}
+    for name, expected in gradients["aten"].items():
+        # The biases before a batch normalisation have a gradient of rounding errors alone.
+        scale = max(expected.norm(), 1e-2 * gradients["aten"]["last.weight"].norm())
+        assert (gradients["inductor"][name] - expected).norm() < 8 * torch.finfo(torch.bfloat16).eps * scale, name
+
+
 @needs_compiler
 @pytest.mark.slow
 def test_resumes_bit_for_bit_and_evaluates():
