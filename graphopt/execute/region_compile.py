@@ -68,23 +68,6 @@ def _compile(graph: RegionGraph) -> Callable[[list[Any]], Sequence[Any]]:
     return compiled  # type: ignore[no-any-return]
 
 
-def _as_planned(graph: RegionGraph) -> Callable[..., Any]:
-    """What ``graph`` computes, each output in the dtype of the plan.
-
-    A decomposition may give another dtype than the kernel that the plan knows; who reads the output was compiled for
-    the plan's, and would take the bytes of one for the other.
-    """
-
-    def run(*inputs: Any) -> tuple[torch.Tensor, ...]:
-        outputs = graph.run(*inputs)
-        return tuple(
-            output if output.dtype == spec.dtype else output.to(spec.dtype)
-            for output, spec in zip(outputs, graph.output_specs, strict=True)
-        )
-
-    return run
-
-
 def _fix_output_layouts(traced: fx.GraphModule, specs: Sequence[TensorSpec]) -> None:
     """Tell Inductor that every output has the layout of the plan."""
     output = traced.graph.output_node()
