@@ -4,10 +4,11 @@
 [--rounds N] [--layers N] [--outputs A,B]``
 
 Eager trains in float32 with torch.optim.AdamW. The recipes are transformers' checkpointing of every layer, bf16
-autocast, and AdamW8bit of torchao or bitsandbytes. graphopt computes in bf16 with its AdamW8bit, once with the state
-of embeddings in float32 and once in 8 bits, under each checkpoint policy. Every contender has a model of its own. What
-rests is every byte of tensors that lives between steps and did not before the contender was made; the peak above it is
-the allocator's in a steady step. Seconds are of interleaved rounds.
+autocast, and AdamW8bit of torchao or bitsandbytes. All these let go of the logits before backward, which is the
+thriftiest loop. graphopt computes in bf16 with its AdamW8bit, once with the state of embeddings in float32 and once in
+8 bits, under each checkpoint policy. Every contender has a model of its own. What rests is every byte of tensors that
+lives between steps and did not before the contender was made; the peak above it is the allocator's in a steady step.
+Seconds are of interleaved rounds.
 """
 
 from __future__ import annotations
@@ -31,13 +32,19 @@ from benchmarks.command import (
     seed_weights,
     with_progress,
 )
-from benchmarks.eight_bit_peers import BITSANDBYTES, TORCHAO, adamw_8bit, low_precision_contender
+from benchmarks.eight_bit_peers import (
+    BITSANDBYTES,
+    TORCHAO,
+    adamw_8bit,
+    loss_alone_contender,
+    low_precision_contender,
+)
 from benchmarks.live_bytes import bytes_since, live_storages
 from benchmarks.machine import this_machine
 from benchmarks.measure import interleaved_seconds, measure_peak, optimizer_tensors, storage_bytes
 from benchmarks.memory_settings import MemorySetting, checkpoint_settings, split_list
 from benchmarks.models import Batch, BenchmarkModel
-from benchmarks.peers import EAGER, GRAPHOPT, Contender, eager_contender, graphopt_step, train_step_contender
+from benchmarks.peers import EAGER, GRAPHOPT, Contender, graphopt_step, train_step_contender
 from benchmarks.rows import RESULTS, Row, store_rows, subject_of
 from benchmarks.steps import first_line
 from benchmarks.whole_step_table import WholeStepFigures, whole_step_checks, whole_step_table
@@ -110,7 +117,7 @@ class WholeStepBench:
         make_optimizer = None if name == EAGER else adamw_8bit(name)
         module = self._module()
         if make_optimizer is None:
-            return eager_contender(module, self.batch)
+            return loss_alone_contender(EAGER, module, module, self.batch)
         return low_precision_contender(name, module, self.batch, make_optimizer(module.parameters()))
 
     def _own(self, policy: MemorySetting, embeddings: str) -> Contender:
