@@ -1,10 +1,9 @@
 """What Inductor takes operators apart into, where torch's own way disagrees with the operator about a dtype.
 
-The statistics of a layer or group normalisation of two bytes with float32 weights are float32 on a CPU. torch's
-decompositions round them to two bytes: whoever reads them as planned would read other numbers.
-It can go when they agree: ``tests/execute/test_inductor.py`` says when.
+On a CPU the statistics of a normalisation of two bytes are float32: of a batch normalisation always, of a layer or
+group normalisation if its weights are. torch's decompositions round them to two bytes.
 
-Private torch: ``torch._inductor.decomposition.select_decomp_table``, ``torch._refs`` (torch 2.11 to 2.14).
+Private torch: ``torch._inductor.decomposition.select_decomp_table`` (torch 2.11 to 2.14).
 """
 
 from __future__ import annotations
@@ -15,37 +14,37 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._inductor.decomposition import select_decomp_table
-from torch._refs import native_group_norm, native_layer_norm
 
 aten = torch.ops.aten
 
+_Decomposition = Callable[..., tuple[Tensor, ...]]
+
+_WEIGHT = {aten.native_layer_norm.default: 2, aten.native_group_norm.default: 1}
+"""Where the weight stands among the arguments."""
+
 
 def decompositions() -> dict[Any, Callable[..., Any]]:
-    """Inductor's table with what is corrected here."""
-    return {
-        **select_decomp_table(),
-        aten.native_layer_norm.default: _layer_norm,
-        aten.native_group_norm.default: _group_norm,
-    }
+    """Inductor's table, with normalisations whose statistics are those of the operators."""
+    table = dict(select_decomp_table())
+    for operator, position in _WEIGHT.items():
+        table[operator] = _in_float32(table[operator], lambda *args, at=position: _is_float32(args[at]))
+    batch_norm = aten._native_batch_norm_legit_functional.default
+    table[batch_norm] = _in_float32(table[batch_norm], lambda *args: True)
+    return table
 
 
-def _layer_norm(
-    source: Tensor, normalised: list[int], weight: Tensor | None, bias: Tensor | None, eps: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    if not _is_mixed(source, weight):
-        return native_layer_norm(source, normalised, weight, bias, eps)  # type: ignore[no-any-return]
-    result, mean, rstd = native_layer_norm(source.to(torch.float32), normalised, weight, bias, eps)
-    return result.to(source.dtype), mean, rstd
+def _in_float32(decomposition: _Decomposition, keeps_float32: Callable[..., bool]) -> _Decomposition:
+    """``decomposition`` of a source in float32 with its result rounded once, where the operator computes like that."""
+
+    def decomposed(source: Tensor, *others: Any) -> tuple[Tensor, ...]:
+        is_narrow = source.dtype in (torch.bfloat16, torch.float16)
+        if source.device.type != "cpu" or not is_narrow or not keeps_float32(source, *others):
+            return decomposition(source, *others)
+        result, *statistics = decomposition(source.to(torch.float32), *others)
+        return (result.to(source.dtype), *statistics)
+
+    return decomposed
 
 
-def _group_norm(
-    source: Tensor, weight: Tensor | None, bias: Tensor | None, *sizes_and_eps: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    if not _is_mixed(source, weight):
-        return native_group_norm(source, weight, bias, *sizes_and_eps)  # type: ignore[no-any-return]
-    result, mean, rstd = native_group_norm(source.to(torch.float32), weight, bias, *sizes_and_eps)
-    return result.to(source.dtype), mean, rstd
-
-
-def _is_mixed(source: Tensor, weight: Tensor | None) -> bool:
-    return source.device.type == "cpu" and weight is not None and weight.dtype != source.dtype
+def _is_float32(weight: Tensor | None) -> bool:
+    return weight is not None and weight.dtype is torch.float32

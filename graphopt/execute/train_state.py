@@ -310,6 +310,11 @@ def _refuse_other_spec(what: str, name: str, tensor: torch.Tensor, spec: TensorS
         lies_alike = tensor.stride() == spec.stride or spec.dtype not in (torch.int8, torch.uint8)
         if lies_alike or memory_order(TensorSpec.of(tensor)) == memory_order(spec):
             return
+        raise StateError(
+            f"the 8-bit codes {what} of {name!r} have strides {list(tensor.stride())}, the parameter now needs "
+            f"{list(spec.stride)}: give it the memory format back that it had, or compile a new step and carry the "
+            "state over with graphopt.optim.import_state(step, old_step.optimizer.state_dict())"
+        )
     raise StateError(
         f"{what} of {name!r} is {TensorSpec.of(tensor)}, the parameter now needs {spec}: cast the state as the "
         "parameter was, or compile a new step"

@@ -124,7 +124,7 @@ def role(node: fx.Node) -> Role:
         return Role.UNKNOWN if ops.argument(node, 3, "accumulate", False) else Role.MOVES
     if name in _LOSSES:
         return Role.LOSS
-    if name in _SENSITIVE:
+    if name in _SENSITIVE or is_product_with_itself(node):
         return Role.SENSITIVE
     if name in _ADDS:
         return Role.ADDS
@@ -144,7 +144,14 @@ def qualified_name(node: fx.Node) -> str:
 def is_small_power(node: fx.Node) -> bool:
     """Whether ``node`` is a square or a cube: as mild as a product of its operand."""
     name = qualified_name(node)
-    return name == "aten::square" or (name == "aten::pow" and len(node.args) > 1 and node.args[1] in _SMALL_POWERS)
+    if name == "aten::square" or is_product_with_itself(node):
+        return True
+    return name == "aten::pow" and len(node.args) > 1 and node.args[1] in _SMALL_POWERS
+
+
+def is_product_with_itself(node: fx.Node) -> bool:
+    """Whether ``node`` is a square that is written as a product."""
+    return qualified_name(node) == "aten::mul" and node.args[0] is node.args[1]
 
 
 def needs_one_dtype(node: fx.Node) -> bool:

@@ -10,6 +10,7 @@ import torch
 
 from graphopt.errors import UnsupportedError
 from graphopt.ir.spec import TensorSpec
+from graphopt.kernels.flat_tensors import MOST_ELEMENTS_OF_A_BLOCK
 
 DEFAULT_BLOCK = 256
 MAPS = ("companded", "linear", "dynamic")
@@ -152,8 +153,11 @@ def checked_state(state: Any, allowed: tuple[str, ...]) -> str:
 
 def checked_block_format(block: Any, map_name: Any) -> BlockState:
     """The BlockState of an optimizer's options; UnsupportedError for a block or a map that does not exist."""
-    if isinstance(block, bool) or not isinstance(block, int) or block < 1:
-        raise UnsupportedError(f"block expects a whole number of elements from 1 on, came {block!r}")
+    is_whole = isinstance(block, int) and not isinstance(block, bool)
+    if not is_whole or not 1 <= block <= MOST_ELEMENTS_OF_A_BLOCK:
+        raise UnsupportedError(
+            f"block expects a whole number of elements from 1 to {MOST_ELEMENTS_OF_A_BLOCK}, came {block!r}"
+        )
     if map_name not in MAPS:
         raise UnsupportedError(f"map expects one of {', '.join(map(repr, MAPS))}, came {map_name!r}")
     return BlockState(block, map_name)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import graphopt
+from graphopt.errors import UnsupportedError
 from graphopt.optim import AdamW8bit
 
 LR, BETAS, EPS = 1e-3, (0.9, 0.999), 1e-16
@@ -148,3 +149,9 @@ def test_second_moments_follow_gradients_that_drop():
     """Half of every block drops by 30 x; rounded to the nearest code its second moments would stay where they were."""
     assert second_moment_after_a_drop(stochastic=True) == pytest.approx(1, abs=0.1)
     assert second_moment_after_a_drop(stochastic=False) > 1.5
+
+
+@pytest.mark.parametrize("block", [0, -1, 256.0, True, 16_385])
+def test_a_block_that_no_kernel_holds_is_refused_at_once(block):
+    with pytest.raises(UnsupportedError, match="block expects a whole number of elements from 1 to 16384"):
+        AdamW8bit(block=block)

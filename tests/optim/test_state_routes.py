@@ -306,7 +306,7 @@ def test_codes_are_refused_after_the_memory_format_changed():
     )
     step(torch.randn(2, 4, 5, 5))
     model.to(memory_format=torch.channels_last)
-    with pytest.raises(StateError, match="the parameter now needs"):
+    with pytest.raises(StateError, match=r"strides \[36, 9, 3, 1\].*now needs \[36, 1, 12, 4\].*memory format"):
         step(torch.randn(2, 4, 5, 5))
     other = nn.Sequential(nn.Conv2d(4, 8, 3)).to(memory_format=torch.channels_last)
     again = graphopt.compile(

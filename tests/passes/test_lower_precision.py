@@ -74,6 +74,18 @@ def test_a_steep_function_gets_float32(function):
     assert node.meta["val"].dtype is torch.float32 and node.args[0].meta["val"].dtype is torch.float32
 
 
+@pytest.mark.parametrize("square", [torch.square, lambda x: x**2, lambda x: x * x], ids=["square", "pow", "product"])
+def test_a_square_beyond_the_range_of_float16_is_not_lost(square):
+    def mean_square(x, w):
+        return square(x @ w).mean()
+
+    inputs = (torch.full((4, 8), 100.0), torch.ones(8, 3))
+    exact = torch.tensor(800.0**2)
+    for compute in ("fp16", "bf16"):
+        program, _ = run_pass(LowerPrecision(compute), program_of(mean_square, *inputs), inputs=inputs)
+        assert torch.allclose(program.run(inputs)[0], exact, rtol=1e-2), compute
+
+
 @pytest.mark.parametrize("reduce", [torch.sum, torch.mean, lambda x: x.cumsum(0)])
 def test_a_reduction_reads_two_bytes_and_sums_in_float32(reduce):
     program, _ = lowered(lambda x, w: reduce(x @ w), torch.rand(4, 8), torch.rand(8, 3))
