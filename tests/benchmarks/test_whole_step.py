@@ -27,8 +27,9 @@ MACHINE = Machine("a CPU", 2, 2, "2.13", "5.24", "3.12", "Linux 6", "0.1", "0123
 def figures() -> dict[str, WholeStepFigures]:
     """Eager and graphopt on the smallest model."""
     bench = WholeStepBench(MODELS["tiny-mlp"], layers=2, rounds=1)
-    found = bench.measure(bench.entries((EAGER,), checkpoint_settings("every-1")))
-    return {figures.label: figures for figures in found}
+    entries = bench.entries((EAGER,), checkpoint_settings("every-1"))
+    bench.measure(entries[-1:])  # tables of codes are made once a process, and would rest with the first that needs them
+    return {figures.label: figures for figures in bench.measure(entries)}
 
 
 def test_every_contender_is_measured(figures: dict[str, WholeStepFigures]) -> None:
