@@ -28,7 +28,7 @@ def figures() -> dict[str, WholeStepFigures]:
     """Eager and graphopt on the smallest model."""
     bench = WholeStepBench(MODELS["tiny-mlp"], layers=2, rounds=1)
     entries = bench.entries((EAGER,), checkpoint_settings("every-1"))
-    bench.measure(entries[-1:])  # tables of codes are made once a process, and would rest with the first that needs them
+    bench.measure(entries[-1:])  # tables of codes are made once a process: they would rest with the first to need them
     return {figures.label: figures for figures in bench.measure(entries)}
 
 
