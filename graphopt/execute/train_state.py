@@ -316,8 +316,9 @@ def _refuse_other_spec(what: str, name: str, tensor: torch.Tensor, spec: TensorS
             "state over with graphopt.optim.import_state(step, old_step.optimizer.state_dict())"
         )
     raise StateError(
-        f"{what} of {name!r} is {TensorSpec.of(tensor)}, the parameter now needs {spec}: cast the state as the "
-        "parameter was, or compile a new step"
+        f"{what} of {name!r} is {TensorSpec.of(tensor)}, the parameter now needs {spec}: its dtype or its group's "
+        "'state' was changed after a step. Change it back, or compile a new step and carry the state over with "
+        "graphopt.optim.import_state(step, old_step.optimizer.state_dict())"
     )
 
 

@@ -89,6 +89,7 @@ def points() -> tuple[FrontierFigures, ...]:
     return tuple(bench().measure())
 
 
+@pytest.mark.slow
 def test_every_contender_has_a_row(points: tuple[FrontierFigures, ...]) -> None:
     assert [(point.name, point.setting, point.beside) for point in points] == [
         (EAGER, "", ""),
@@ -104,6 +105,7 @@ def test_every_contender_has_a_row(points: tuple[FrontierFigures, ...]) -> None:
     assert len(points) == num_rows(PLAN) - 1  # nothing is run at the peak of a peer that failed
 
 
+@pytest.mark.slow
 def test_predicted_peaks_are_the_measured_ones_and_hold_their_budgets(points: tuple[FrontierFigures, ...]) -> None:
     own = [point for point in points if point.is_own and not point.note]
 
@@ -115,12 +117,14 @@ def test_predicted_peaks_are_the_measured_ones_and_hold_their_budgets(points: tu
             assert point.predicted_peak_bytes + point.input_bytes <= point.budget_bytes
 
 
+@pytest.mark.slow
 def test_smaller_budgets_have_smaller_peaks(points: tuple[FrontierFigures, ...]) -> None:
     peaks = {point.setting: point.peak_bytes or 0 for point in points if point.is_own and not point.beside}
 
     assert peaks[SMALLEST] < peaks["budget 2 of 2"] <= peaks[KEEP]
 
 
+@pytest.mark.slow
 def test_budget_of_a_comparison_is_the_peak_of_the_peer(points: tuple[FrontierFigures, ...]) -> None:
     peer = next(point for point in points if point.name == GRADIENT_CHECKPOINTING)
     keep = next(point for point in points if point.setting == KEEP)
@@ -131,6 +135,7 @@ def test_budget_of_a_comparison_is_the_peak_of_the_peer(points: tuple[FrontierFi
     assert budgets[AT_SMALL_SHARE] == keep.input_bytes + round(SMALL_SHARE * peer.peak_bytes)
 
 
+@pytest.mark.slow
 def test_seconds_are_of_the_same_rounds(points: tuple[FrontierFigures, ...]) -> None:
     for point in points:
         if point.note:
@@ -140,11 +145,13 @@ def test_seconds_are_of_the_same_rounds(points: tuple[FrontierFigures, ...]) -> 
             assert len(point.beside_seconds) == (ROUNDS if point.beside else 0)
 
 
+@pytest.mark.slow
 def test_failure_is_the_note_of_its_row(points: tuple[FrontierFigures, ...]) -> None:
     assert points[-1].note == "RuntimeError: no C++ compiler"
     assert points[-1].peak_bytes is None
 
 
+@pytest.mark.slow
 def test_run_that_was_cut_measures_only_what_is_missing(points: tuple[FrontierFigures, ...]) -> None:
     missing = next(point for point in points if point.setting == AT_PEAK)
     done = {point.key: point for point in points if point is not missing}
@@ -158,6 +165,7 @@ def test_run_that_was_cut_measures_only_what_is_missing(points: tuple[FrontierFi
     assert len(measured.beside_seconds) == ROUNDS
 
 
+@pytest.mark.slow
 def test_cut_run_leaves_whole_rows_that_succeeded(points: tuple[FrontierFigures, ...], tmp_path: Path) -> None:
     path = tmp_path / "frontier-tiny-mlp.jsonl"
     rows = [Row(SUBJECT, MACHINE, point) for point in points]
@@ -177,6 +185,7 @@ def test_cut_run_leaves_whole_rows_that_succeeded(points: tuple[FrontierFigures,
     assert old_rows(path, rounds=ROUNDS + 1) == ()
 
 
+@pytest.mark.slow
 def test_run_that_goes_on_loses_no_row(points: tuple[FrontierFigures, ...], tmp_path: Path) -> None:
     path = tmp_path / "frontier-tiny-mlp.jsonl"
     rows = tuple(Row(SUBJECT, MACHINE, point) for point in points)

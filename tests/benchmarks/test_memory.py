@@ -112,6 +112,7 @@ def test_estimate_holds_before_and_after_the_pipeline(name: str) -> None:
     assert all(error is not None and error <= LARGEST_ESTIMATE_ERROR for error in errors), errors
 
 
+@pytest.mark.slow
 def test_settings_have_rows_behind_the_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("benchmarks.memory.pass_prefixes", lambda: pass_prefixes()[-1:])
     settings = (*checkpoint_settings("every-1"), *memory_settings("0.9,1"))
