@@ -63,15 +63,30 @@ optimizer state, batch. Bytes are the allocator's own events; seconds are median
 graphopt over eager.\
 """
 
+_WHOLE_STEP_EXPLANATION = """\
+The whole training step of {model}, 2 x 512 tokens: parameters, optimizer state and everything else. Eager trains in
+float32 with AdamW; the public recipes are bf16 autocast, checkpoints of every layer and AdamW8bit of torchao or
+bitsandbytes; graphopt: bf16, checkpoints of every layer, AdamW8bit, the state of embeddings in float32 or 8 bits. Bytes
+are the allocator's own events; seconds are medians of interleaved rounds.\
+"""
+
 MemoryRows = tuple[Row[MemoryFigures], ...]
+WholeStepRows = tuple[Row[WholeStepFigures], ...]
 
 
-def readme_section(suites: Sequence[MemoryRows], frontiers: Sequence[FrontierRows] = ()) -> str:
-    """What stands between the markers: the table of every model against its peers, then peak against time where it
-    was measured, each with where and when."""
-    if not suites and not frontiers:
+def readme_section(
+    suites: Sequence[MemoryRows],
+    frontiers: Sequence[FrontierRows] = (),
+    whole_steps: Sequence[WholeStepRows] = (),
+) -> str:
+    """What stands between the markers: whole steps in low precision, the table of every model against its peers, then
+    peak against time where it was measured, each with where and when."""
+    if not suites and not frontiers and not whole_steps:
         return "Nothing has been measured yet."
     parts: list[str] = []
+    for rows in whole_steps:
+        explanation = _WHOLE_STEP_EXPLANATION.format(model=rows[0].subject.model)
+        parts += [explanation, _markdown(whole_step_table(rows)), _provenance([rows])]
     if suites:
         parts += [_EXPLANATION, _markdown(_peer_table(suites)), *_notes(suites), _provenance(suites)]
     if frontiers:
@@ -258,7 +273,8 @@ def main(
 ) -> None:
     """Generate the README's benchmark tables, results/README.md and the plots of frontiers."""
     frontiers = load_all(results, "frontier", FrontierFigures)
-    section = readme_section(load_all(results, "memory", MemoryFigures), frontiers)
+    whole_steps = load_all(results, "whole-step", WholeStepFigures)
+    section = readme_section(load_all(results, "memory", MemoryFigures), frontiers, whole_steps)
     pages = {readme: with_section(readme.read_text(), section), results / "README.md": results_page(results)}
     pages |= _plots(results, frontiers)
     stale = [path for path, text in pages.items() if not path.exists() or path.read_text() != text]
