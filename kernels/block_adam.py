@@ -16,28 +16,19 @@ Bytes moved for an element, float32: parameter 4 + 4, gradient 4, codes 2 + 2, s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 from math import sqrt
 
 import torch
 from torch import Tensor
 
-from graphopt.kernels import cpu_calls
 from graphopt.kernels.block_maps import decode_signed, decode_unsigned, encode_signed, encode_unsigned
-from graphopt.kernels.block_update import (
-    BlockItem,
-    BlockOptions,
-    FlatItem,
-    KernelSpec,
-    flat_items,
-    is_skipped,
-    rounded,
-)
+from graphopt.kernels.block_rule import BlockRule
+from graphopt.kernels.block_update import BlockOptions, FlatItem, KernelSpec, rounded
 from graphopt.kernels.block_writes import write_codes, write_parameter
 from graphopt.kernels.counter_random import random_bits, uniform
 from graphopt.kernels.exact_root import exact_root
-from graphopt.kernels.flat_tensors import Piece, pieces
+from graphopt.kernels.flat_tensors import Piece
 
 SPEC = KernelSpec("block_adam", num_moments=2)
 
@@ -73,23 +64,6 @@ class AdamScalars:
         return cls(*rounded(*astuple(numbers)))
 
 
-def reference_(
-    items: Sequence[BlockItem], scalars: AdamScalars, options: BlockOptions, *, factor: Tensor | None, step: float
-) -> None:
-    """The update in plain torch, in place; ``items`` have two moments. Temporaries are of a bounded size."""
-    if is_skipped(factor):
-        return
-    _update_in_torch(flat_items(items, options, step), scalars, options, factor)
-
-
-def _update_in_torch(
-    items: Sequence[FlatItem], scalars: AdamScalars, options: BlockOptions, factor: Tensor | None
-) -> None:
-    for item in items:
-        for piece in pieces(item.parameter.numel(), options.block):
-            _update_piece(item, piece, scalars, options, factor)
-
-
 def _update_piece(
     item: FlatItem, piece: Piece, scalars: AdamScalars, options: BlockOptions, factor: Tensor | None
 ) -> None:
@@ -119,20 +93,6 @@ def _update_piece(
     write_codes(piece, second.codes, second.scales, encode_unsigned(square, options.map, draw))
 
 
-def update_(
-    items: Sequence[BlockItem], scalars: AdamScalars, options: BlockOptions, *, factor: Tensor | None, step: float
-) -> None:
-    """The update in place of all ``items`` (two moments each, one device) by the fastest form there is.
-
-    ``factor``: f32 scalar tensor that multiplies every gradient; where it is not finite nothing is written.
-    """
-    flat = flat_items(items, options, step)
-    if flat and flat[0].parameter.is_cuda:
-        from graphopt.kernels import block_adam_triton  # Triton exists on Linux alone
-
-        block_adam_triton.update_(flat, scalars, options, factor)
-        return
-    if is_skipped(factor):
-        return
-    if not cpu_calls.update("adam", flat, astuple(scalars), options, 1.0 if factor is None else float(factor)):
-        _update_in_torch(flat, scalars, options, factor)
+_RULE = BlockRule("adam", _update_piece)
+reference_ = _RULE.reference_
+update_ = _RULE.update_

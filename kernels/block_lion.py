@@ -14,26 +14,17 @@ arXiv:2302.06675, algorithm 2. Bytes moved for an element, float32: parameter 4 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 
 import torch
 from torch import Tensor
 
-from graphopt.kernels import cpu_calls
 from graphopt.kernels.block_maps import decode_signed, encode_signed
-from graphopt.kernels.block_update import (
-    BlockItem,
-    BlockOptions,
-    FlatItem,
-    KernelSpec,
-    flat_items,
-    is_skipped,
-    rounded,
-)
+from graphopt.kernels.block_rule import BlockRule
+from graphopt.kernels.block_update import BlockOptions, FlatItem, KernelSpec, rounded
 from graphopt.kernels.block_writes import write_codes, write_parameter
 from graphopt.kernels.counter_random import random_bits
-from graphopt.kernels.flat_tensors import Piece, pieces
+from graphopt.kernels.flat_tensors import Piece
 
 SPEC = KernelSpec("block_lion", num_moments=1)
 
@@ -54,23 +45,6 @@ class LionScalars:
     def of(cls, *, lr: float, weight_decay: float, beta1: float, beta2: float) -> LionScalars:
         numbers = cls(1.0 - lr * weight_decay, weight_decay, beta1, 1.0 - beta1, beta2, 1.0 - beta2, lr)
         return cls(*rounded(*astuple(numbers)))
-
-
-def reference_(
-    items: Sequence[BlockItem], scalars: LionScalars, options: BlockOptions, *, factor: Tensor | None, step: float
-) -> None:
-    """The update in plain torch, in place; ``items`` have one moment. Temporaries are of a bounded size."""
-    if is_skipped(factor):
-        return
-    _update_in_torch(flat_items(items, options, step), scalars, options, factor)
-
-
-def _update_in_torch(
-    items: Sequence[FlatItem], scalars: LionScalars, options: BlockOptions, factor: Tensor | None
-) -> None:
-    for item in items:
-        for piece in pieces(item.parameter.numel(), options.block):
-            _update_piece(item, piece, scalars, options, factor)
 
 
 def _update_piece(
@@ -103,20 +77,6 @@ def _sign(values: Tensor) -> Tensor:
     return torch.where(torch.isnan(values), values, torch.sign(values))
 
 
-def update_(
-    items: Sequence[BlockItem], scalars: LionScalars, options: BlockOptions, *, factor: Tensor | None, step: float
-) -> None:
-    """The update in place of all ``items`` (one moment each, one device) by the fastest form there is.
-
-    ``factor``: f32 scalar tensor that multiplies every gradient; where it is not finite nothing is written.
-    """
-    flat = flat_items(items, options, step)
-    if flat and flat[0].parameter.is_cuda:
-        from graphopt.kernels import block_lion_triton  # Triton exists on Linux alone
-
-        block_lion_triton.update_(flat, scalars, options, factor)
-        return
-    if is_skipped(factor):
-        return
-    if not cpu_calls.update("lion", flat, astuple(scalars), options, 1.0 if factor is None else float(factor)):
-        _update_in_torch(flat, scalars, options, factor)
+_RULE = BlockRule("lion", _update_piece)
+reference_ = _RULE.reference_
+update_ = _RULE.update_

@@ -2,12 +2,16 @@
 
 ``graphopt::block_adam`` gives new tensors, ``block_adam_`` writes into its own, ``block_adam_list_`` does so for a list
 of parameters in one launch; ``block_lion`` likewise. The formulas, and what each argument means, stand in
-``graphopt.kernels.block_adam``, ``block_lion`` and ``block_update``. ``step`` counts from 1.
+``graphopt.kernels.block_adam``, ``block_lion`` and ``block_update``. ``step`` counts from 1. Arguments, as the schemas
+list them::
+
+    parameter, gradient, the rule's state, factor, the rule's numbers, block, map, the rule's switches, seed, offset
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,217 +21,124 @@ from graphopt.kernels import block_adam as adam_kernel
 from graphopt.kernels import block_lion as lion_kernel
 from graphopt.kernels.block_update import BlockItem, BlockOptions, Moment
 
-_ADAM_STATE = ("parameter", "exp_avg", "exp_avg_scale", "exp_avg_sq", "exp_avg_sq_scale")
-_ADAM_STATES = ("parameters", "exp_avgs", "exp_avg_scales", "exp_avg_sqs", "exp_avg_sq_scales")
-_LION_STATE = ("parameter", "exp_avg", "exp_avg_scale")
-_LION_STATES = ("parameters", "exp_avgs", "exp_avg_scales")
+
+@dataclass(frozen=True)
+class _Rule:
+    """Names of a rule's arguments. ``state``: codes, each followed by its scales; ``run`` updates items in place."""
+
+    state: tuple[str, ...]
+    numbers: tuple[str, ...]
+    switches: tuple[str, ...]
+    run: Callable[[Sequence[BlockItem], Mapping[str, float], BlockOptions, Tensor | None], None]
+
+    @property
+    def written(self) -> tuple[str, ...]:
+        """What an update writes."""
+        return ("parameter", *self.state)
+
+    def schema(self, *, writes: bool, lists: bool = False) -> str:
+        """The schema of an operator that writes its arguments, or of one that gives new values of them."""
+        ending, many = ("s", "[]") if lists else ("", "")
+        parts = []
+        for position, name in enumerate(("parameter", "gradient", *self.state)):
+            alias = f"(a{position}!)" if writes and name in self.written else ""
+            parts.append(f"Tensor{alias}{many} {name}{ending}")
+        parts += ["Tensor? factor", *(f"float {name}" for name in self.numbers), "SymInt block", "str map"]
+        parts += [f"bool {name}" for name in self.switches]
+        parts += [f"SymInt{many} {name}{ending}" for name in ("seed", "offset")]
+        results = "" if writes else ", ".join("Tensor" for _ in self.written)
+        return f"({', '.join(parts)}) -> ({results})"
+
+    def update_list(self, arguments: Sequence[Any]) -> None:
+        """Update all parameters of the lists in one launch, in place."""
+        num_tensors = 2 + len(self.state)
+        factor, *rest = arguments[num_tensors:]
+        numbers, (block, map_name, *switches) = rest[: len(self.numbers)], rest[len(self.numbers) : -2]
+        options = BlockOptions(block, map_name, **dict(zip(self.switches, switches, strict=True)))
+        items = [
+            BlockItem(parameter, gradient, _moments(state), seed, offset)
+            for parameter, gradient, *state, seed, offset in zip(*arguments[:num_tensors], *arguments[-2:], strict=True)
+        ]
+        self.run(items, dict(zip(self.numbers, numbers, strict=True)), options, factor)
+
+    def update_one(self, arguments: Sequence[Any]) -> None:
+        """Update one parameter in place, without memory of its own (but for a gradient of another layout)."""
+        num_tensors = 2 + len(self.state)
+        lists = [[argument] for argument in arguments[:num_tensors]]
+        self.update_list([*lists, *arguments[num_tensors:-2], *([argument] for argument in arguments[-2:])])
+
+    def updated(self, arguments: Sequence[Any]) -> tuple[Tensor, ...]:
+        """The new parameter and its new state."""
+        parameter, gradient, *rest = arguments
+        new = [tensor.clone() for tensor in (parameter, *rest[: len(self.state)])]
+        self.update_one([new[0], gradient, *new[1:], *rest[len(self.state) :]])
+        return tuple(new)
+
+    def fake(self, *arguments: Any) -> tuple[Tensor, ...]:
+        """What ``updated`` gives, without numbers."""
+        parameter, _, *state = arguments[: 2 + len(self.state)]
+        return tuple(torch.empty_like(tensor) for tensor in (parameter, *state))
 
 
-@torch.library.custom_op("graphopt::block_adam_list_", mutates_args=_ADAM_STATES)
-def block_adam_list_(
-    parameters: Sequence[Tensor],
-    gradients: Sequence[Tensor],
-    exp_avgs: Sequence[Tensor],
-    exp_avg_scales: Sequence[Tensor],
-    exp_avg_sqs: Sequence[Tensor],
-    exp_avg_sq_scales: Sequence[Tensor],
-    factor: Tensor | None,
-    lr: float,
-    weight_decay: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    step: float,
-    block: int,
-    map: str,
-    decoupled: bool,
-    stochastic_state: bool,
-    stochastic_weight: bool,
-    seeds: Sequence[int],
-    offsets: Sequence[int],
+def _moments(state: Sequence[Tensor]) -> tuple[Moment, ...]:
+    return tuple(Moment(*pair) for pair in zip(state[::2], state[1::2], strict=True))
+
+
+def _run_adam(
+    items: Sequence[BlockItem], numbers: Mapping[str, float], options: BlockOptions, factor: Tensor | None
 ) -> None:
-    """One launch for all parameters, in place; the lists have one length."""
-    moments = zip(_moments(exp_avgs, exp_avg_scales), _moments(exp_avg_sqs, exp_avg_sq_scales), strict=True)
-    scalars = adam_kernel.AdamScalars.of(lr=lr, weight_decay=weight_decay, beta1=beta1, beta2=beta2, eps=eps, step=step)
-    options = BlockOptions(block, map, decoupled, stochastic_state, stochastic_weight)
-    items = _items(parameters, gradients, moments, seeds, offsets)
-    adam_kernel.update_(items, scalars, options, factor=factor, step=step)
+    scalars = adam_kernel.AdamScalars.of(**numbers)
+    adam_kernel.update_(items, scalars, options, factor=factor, step=numbers["step"])
 
 
-@torch.library.custom_op("graphopt::block_adam_", mutates_args=_ADAM_STATE)
-def block_adam_(
-    parameter: Tensor,
-    gradient: Tensor,
-    exp_avg: Tensor,
-    exp_avg_scale: Tensor,
-    exp_avg_sq: Tensor,
-    exp_avg_sq_scale: Tensor,
-    factor: Tensor | None,
-    lr: float,
-    weight_decay: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    step: float,
-    block: int,
-    map: str,
-    decoupled: bool,
-    stochastic_state: bool,
-    stochastic_weight: bool,
-    seed: int,
-    offset: int,
+def _run_lion(
+    items: Sequence[BlockItem], numbers: Mapping[str, float], options: BlockOptions, factor: Tensor | None
 ) -> None:
-    """One parameter, in place, without memory of its own (but for a gradient of another layout)."""
-    moments = (Moment(exp_avg, exp_avg_scale), Moment(exp_avg_sq, exp_avg_sq_scale))
-    scalars = adam_kernel.AdamScalars.of(lr=lr, weight_decay=weight_decay, beta1=beta1, beta2=beta2, eps=eps, step=step)
-    options = BlockOptions(block, map, decoupled, stochastic_state, stochastic_weight)
-    item = BlockItem(parameter, gradient, moments, seed, offset)
-    adam_kernel.update_((item,), scalars, options, factor=factor, step=step)
+    scalars = lion_kernel.LionScalars.of(**{name: value for name, value in numbers.items() if name != "step"})
+    lion_kernel.update_(items, scalars, options, factor=factor, step=numbers["step"])
 
 
-@torch.library.custom_op("graphopt::block_adam", mutates_args=())
-def block_adam(
-    parameter: Tensor,
-    gradient: Tensor,
-    exp_avg: Tensor,
-    exp_avg_scale: Tensor,
-    exp_avg_sq: Tensor,
-    exp_avg_sq_scale: Tensor,
-    factor: Tensor | None,
-    lr: float,
-    weight_decay: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    step: float,
-    block: int,
-    map: str,
-    decoupled: bool,
-    stochastic_state: bool,
-    stochastic_weight: bool,
-    seed: int,
-    offset: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """New parameter, exp_avg, its scales, exp_avg_sq, its scales."""
-    new = [tensor.clone() for tensor in (parameter, exp_avg, exp_avg_scale, exp_avg_sq, exp_avg_sq_scale)]
-    scalars = adam_kernel.AdamScalars.of(lr=lr, weight_decay=weight_decay, beta1=beta1, beta2=beta2, eps=eps, step=step)
-    options = BlockOptions(block, map, decoupled, stochastic_state, stochastic_weight)
-    item = BlockItem(new[0], gradient, (Moment(*new[1:3]), Moment(*new[3:5])), seed, offset)
-    adam_kernel.update_((item,), scalars, options, factor=factor, step=step)
-    return new[0], new[1], new[2], new[3], new[4]
+def _register(name: str, rule: _Rule) -> tuple[Any, Any, Any]:
+    """The operators of ``rule``, registered: the one that gives new values, in place, and in place for lists."""
+
+    def update_list(*arguments: Any) -> None:
+        rule.update_list(arguments)
+
+    def update_one(*arguments: Any) -> None:
+        rule.update_one(arguments)
+
+    def updated(*arguments: Any) -> tuple[Tensor, ...]:
+        return rule.updated(arguments)
+
+    def nothing(*_: Any) -> None:
+        """An update in place makes no tensor."""
+
+    define = torch.library.custom_op
+    listed = tuple(f"{argument}s" for argument in rule.written)
+    new = define(name, updated, mutates_args=(), schema=rule.schema(writes=False))
+    one = define(f"{name}_", update_one, mutates_args=rule.written, schema=rule.schema(writes=True))
+    many = define(f"{name}_list_", update_list, mutates_args=listed, schema=rule.schema(writes=True, lists=True))
+    new.register_fake(rule.fake)
+    one.register_fake(nothing)
+    many.register_fake(nothing)
+    return new, one, many
 
 
-@torch.library.custom_op("graphopt::block_lion_list_", mutates_args=_LION_STATES)
-def block_lion_list_(
-    parameters: Sequence[Tensor],
-    gradients: Sequence[Tensor],
-    exp_avgs: Sequence[Tensor],
-    exp_avg_scales: Sequence[Tensor],
-    factor: Tensor | None,
-    lr: float,
-    weight_decay: float,
-    beta1: float,
-    beta2: float,
-    step: float,
-    block: int,
-    map: str,
-    decoupled: bool,
-    stochastic_weight: bool,
-    seeds: Sequence[int],
-    offsets: Sequence[int],
-) -> None:
-    """One launch for all parameters, in place; the lists have one length."""
-    moments = ((moment,) for moment in _moments(exp_avgs, exp_avg_scales))
-    scalars = lion_kernel.LionScalars.of(lr=lr, weight_decay=weight_decay, beta1=beta1, beta2=beta2)
-    options = BlockOptions(block, map, decoupled, stochastic_weight=stochastic_weight)
-    items = _items(parameters, gradients, moments, seeds, offsets)
-    lion_kernel.update_(items, scalars, options, factor=factor, step=step)
-
-
-@torch.library.custom_op("graphopt::block_lion_", mutates_args=_LION_STATE)
-def block_lion_(
-    parameter: Tensor,
-    gradient: Tensor,
-    exp_avg: Tensor,
-    exp_avg_scale: Tensor,
-    factor: Tensor | None,
-    lr: float,
-    weight_decay: float,
-    beta1: float,
-    beta2: float,
-    step: float,
-    block: int,
-    map: str,
-    decoupled: bool,
-    stochastic_weight: bool,
-    seed: int,
-    offset: int,
-) -> None:
-    """One parameter, in place, without memory of its own (but for a gradient of another layout)."""
-    scalars = lion_kernel.LionScalars.of(lr=lr, weight_decay=weight_decay, beta1=beta1, beta2=beta2)
-    options = BlockOptions(block, map, decoupled, stochastic_weight=stochastic_weight)
-    item = BlockItem(parameter, gradient, (Moment(exp_avg, exp_avg_scale),), seed, offset)
-    lion_kernel.update_((item,), scalars, options, factor=factor, step=step)
-
-
-@torch.library.custom_op("graphopt::block_lion", mutates_args=())
-def block_lion(
-    parameter: Tensor,
-    gradient: Tensor,
-    exp_avg: Tensor,
-    exp_avg_scale: Tensor,
-    factor: Tensor | None,
-    lr: float,
-    weight_decay: float,
-    beta1: float,
-    beta2: float,
-    step: float,
-    block: int,
-    map: str,
-    decoupled: bool,
-    stochastic_weight: bool,
-    seed: int,
-    offset: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """New parameter, exp_avg, its scales."""
-    new = [tensor.clone() for tensor in (parameter, exp_avg, exp_avg_scale)]
-    scalars = lion_kernel.LionScalars.of(lr=lr, weight_decay=weight_decay, beta1=beta1, beta2=beta2)
-    options = BlockOptions(block, map, decoupled, stochastic_weight=stochastic_weight)
-    item = BlockItem(new[0], gradient, (Moment(new[1], new[2]),), seed, offset)
-    lion_kernel.update_((item,), scalars, options, factor=factor, step=step)
-    return new[0], new[1], new[2]
-
-
-def _moments(codes: Sequence[Tensor], scales: Sequence[Tensor]) -> list[Moment]:
-    return [Moment(*pair) for pair in zip(codes, scales, strict=True)]
-
-
-def _items(
-    parameters: Sequence[Tensor],
-    gradients: Sequence[Tensor],
-    moments: Iterable[tuple[Moment, ...]],
-    seeds: Sequence[int],
-    offsets: Sequence[int],
-) -> list[BlockItem]:
-    rows = zip(parameters, gradients, moments, seeds, offsets, strict=True)
-    return [BlockItem(*row) for row in rows]
-
-
-@block_adam.register_fake
-def _adam_fake(*arguments: Any) -> tuple[Tensor, ...]:
-    parameter, _, *state = arguments[:6]
-    return tuple(torch.empty_like(tensor) for tensor in (parameter, *state))
-
-
-@block_lion.register_fake
-def _lion_fake(*arguments: Any) -> tuple[Tensor, ...]:
-    parameter, _, *state = arguments[:4]
-    return tuple(torch.empty_like(tensor) for tensor in (parameter, *state))
-
-
-def _nothing(*_: Any) -> None:
-    """An update in place makes no tensor."""
-
-
-for _operator in (block_adam_, block_adam_list_, block_lion_, block_lion_list_):
-    _operator.register_fake(_nothing)
+block_adam, block_adam_, block_adam_list_ = _register(
+    "graphopt::block_adam",
+    _Rule(
+        state=("exp_avg", "exp_avg_scale", "exp_avg_sq", "exp_avg_sq_scale"),
+        numbers=("lr", "weight_decay", "beta1", "beta2", "eps", "step"),
+        switches=("decoupled", "stochastic_state", "stochastic_weight"),
+        run=_run_adam,
+    ),
+)
+block_lion, block_lion_, block_lion_list_ = _register(
+    "graphopt::block_lion",
+    _Rule(
+        state=("exp_avg", "exp_avg_scale"),
+        numbers=("lr", "weight_decay", "beta1", "beta2", "step"),
+        switches=("decoupled", "stochastic_weight"),
+        run=_run_lion,
+    ),
+)
