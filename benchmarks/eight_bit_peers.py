@@ -42,20 +42,9 @@ def low_precision_contender(name: str, model: nn.Module, batch: Batch, optimizer
         with torch.autocast("cpu", dtype=torch.bfloat16):
             return model(**inputs)
 
-    return loss_alone_contender(name, forward, model, batch, optimizer=optimizer)
+    return torch_contender(name, loss_alone(forward), model, batch, optimizer=optimizer)
 
 
-def loss_alone_contender(
-    name: str,
-    forward: Callable[..., Any],
-    model: nn.Module,
-    batch: Batch,
-    *,
-    optimizer: torch.optim.Optimizer | None = None,
-) -> Contender:
-    """A torch_contender that lets go of all outputs but the loss before its backward: the thriftiest loop."""
-
-    def only_loss(**inputs: torch.Tensor) -> Any:
-        return {"loss": forward(**inputs)["loss"]}
-
-    return torch_contender(name, only_loss, model, batch, optimizer=optimizer)
+def loss_alone(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """``forward`` that lets go of all outputs but the loss before the backward: the thriftiest loop."""
+    return lambda **inputs: {"loss": forward(**inputs)["loss"]}

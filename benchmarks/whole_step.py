@@ -36,7 +36,7 @@ from benchmarks.eight_bit_peers import (
     BITSANDBYTES,
     TORCHAO,
     adamw_8bit,
-    loss_alone_contender,
+    loss_alone,
     low_precision_contender,
 )
 from benchmarks.live_bytes import bytes_since, live_storages
@@ -44,7 +44,7 @@ from benchmarks.machine import this_machine
 from benchmarks.measure import interleaved_seconds, measure_peak, optimizer_tensors, storage_bytes
 from benchmarks.memory_settings import MemorySetting, checkpoint_settings, split_list
 from benchmarks.models import Batch, BenchmarkModel
-from benchmarks.peers import EAGER, GRAPHOPT, Contender, graphopt_step, train_step_contender
+from benchmarks.peers import EAGER, GRAPHOPT, Contender, graphopt_step, torch_contender, train_step_contender
 from benchmarks.rows import RESULTS, Row, store_rows, subject_of
 from benchmarks.steps import first_line
 from benchmarks.whole_step_table import WholeStepFigures, whole_step_checks, whole_step_table
@@ -117,7 +117,7 @@ class WholeStepBench:
         make_optimizer = None if name == EAGER else adamw_8bit(name)
         module = self._module()
         if make_optimizer is None:
-            return loss_alone_contender(EAGER, module, module, self.batch)
+            return torch_contender(EAGER, loss_alone(module), module, self.batch)
         return low_precision_contender(name, module, self.batch, make_optimizer(module.parameters()))
 
     def _own(self, policy: MemorySetting, embeddings: str) -> Contender:

@@ -47,10 +47,7 @@ class ReuseLastUse(Pass):
         facts = DyingOperands(program, storages)
         count = 0
         for node in program.ops():
-            updated = facts.updated(node)
-            if updated:
-                facts.joined_results(node, updated)
-                write_results(program, node, updated)
+            if write_results(program, facts, node):
                 count += 1
                 continue
             operand = next(facts.reusable(node), None)

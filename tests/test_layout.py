@@ -34,7 +34,7 @@ IMPORTS: dict[str, frozenset[str]] = {
     "options": frozenset({"errors", "optim", "loss_scale", "precision", "checkpoint", "planner", "pipeline"}),
     "user_files": frozenset({"errors", "pipeline"}),
     "capture": frozenset({"errors", "ir", "operators", "optim", "loss_scale"}),
-    "execute": frozenset({"errors", "ir", "operators", "optim", "loss_scale", "capture"}),
+    "execute": frozenset({"errors", "kernels", "ir", "operators", "optim", "loss_scale", "capture"}),
     "report": frozenset({"errors", "kernels", "ir", "pipeline", "capture", "execute"}),
     "train": frozenset({"errors", "ir", "execute"}),
     "build": frozenset(

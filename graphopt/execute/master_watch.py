@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from graphopt.kernels.flat_tensors import flat, has_layout_of, is_dense
 from graphopt.optim.kept_state import MASTER
 
 _PIECE = 1 << 20
@@ -43,12 +44,12 @@ def _version(parameter: torch.Tensor) -> tuple[int, int]:
 
 def _take_over(parameter: torch.Tensor, master: torch.Tensor) -> None:
     """Write into ``master`` (f32) those elements of ``parameter`` that it does not round to."""
-    if parameter.stride() != master.stride() or not _is_dense(parameter):
+    if not is_dense(parameter) or not has_layout_of(master, parameter):
         _take_over_whole(parameter, master)
         return
-    flat, wide = (tensor.as_strided((tensor.numel(),), (1,)) for tensor in (parameter, master))
-    for start in range(0, flat.numel(), _PIECE):
-        _take_over_whole(flat[start : start + _PIECE], wide[start : start + _PIECE])
+    narrow, wide = flat(parameter), flat(master)
+    for start in range(0, narrow.numel(), _PIECE):
+        _take_over_whole(narrow[start : start + _PIECE], wide[start : start + _PIECE])
 
 
 def _take_over_whole(parameter: torch.Tensor, master: torch.Tensor) -> None:
@@ -56,13 +57,3 @@ def _take_over_whole(parameter: torch.Tensor, master: torch.Tensor) -> None:
     same = (near.to(parameter.dtype) == parameter) | (near.isnan() & parameter.isnan())
     if not bool(same.all()):
         master.copy_(torch.where(same, near, parameter.to(near.dtype)))
-
-
-def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether the elements of ``tensor`` fill the memory that it reaches over, in some order of its dimensions."""
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size > 1 and stride != expected:
-            return False
-        expected *= size
-    return True

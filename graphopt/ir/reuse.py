@@ -135,13 +135,16 @@ class DyingOperands:
     def joined_results(self, node: fx.Node, updated: Mapping[fx.Node, fx.Node]) -> None:
         """The results of ``node`` and all views of them live in the storages of the arguments that they update."""
         for result, operand in updated.items():
-            old, new = self.storage[result], self.storage[operand]
-            moved = self.members.pop(old)
-            self.members[new].extend(moved)
-            self.storage.update(dict.fromkeys(moved, new))
-            self.last_use[new] = max(self.last_use.get(old, -1), self.position[node])
-            if old in self.kept:
-                self.kept.add(new)
+            self._join(self.storage[result], self.storage[operand], self.position[node])
+
+    def _join(self, old: int, new: int, position: int) -> None:
+        """What lives in storage ``old`` lives in ``new`` from ``position`` on."""
+        moved = self.members.pop(old)
+        self.members[new].extend(moved)
+        self.storage.update(dict.fromkeys(moved, new))
+        self.last_use[new] = max(self.last_use.get(old, -1), position)
+        if old in self.kept:
+            self.kept.add(new)
 
     def _dies_at(self, node: fx.Node, operand: fx.Node) -> bool:
         number = self.storage[operand]
@@ -168,14 +171,11 @@ class DyingOperands:
 
     def joined(self, node: fx.Node, twin: fx.Node, operand: fx.Node) -> None:
         """``twin`` stands for ``node`` and lives in the storage of ``operand``; so do all views of ``node``."""
-        old, new = self.storage[node], self.storage[operand]
+        old = self.storage[node]
         self.position[twin] = self.position[node]
-        moved = list(dict.fromkeys((twin, *self.members.pop(old))))
-        self.members[new].extend(moved)
-        self.storage.update(dict.fromkeys(moved, new))
-        self.last_use[new] = max(self.last_use.get(old, -1), self.position[node])
-        if old in self.kept:
-            self.kept.add(new)
+        if twin is not node:
+            self.members[old].append(twin)
+        self._join(old, self.storage[operand], self.position[node])
 
 
 def _read(storages: StorageMap, node: fx.Node, argument: fx.Node) -> tuple[int, ...]:

@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from graphopt.errors import UnsupportedError
-from graphopt.optim.base import Emit, Number, Optimizer, ParameterUpdate, UpdateResult, check_range
+from graphopt.optim.base import Emit, Number, Optimizer, ParameterUpdate, UpdateResult, check_betas, check_range
 
 aten = torch.ops.aten
 
@@ -47,8 +47,7 @@ class Adam(Optimizer):
         check_range("lr", options["lr"], 0.0)
         check_range("eps", options["eps"], 0.0)
         check_range("weight_decay", options["weight_decay"], 0.0)
-        for name, beta in zip(("betas[0]", "betas[1]"), options["betas"], strict=True):
-            check_range(name, beta, 0.0, 1.0)
+        check_betas(options["betas"])
 
     def state_names(self, options: Mapping[str, Any]) -> tuple[str, ...]:
         return ("exp_avg", "exp_avg_sq")

@@ -176,3 +176,9 @@ def check_range(name: str, value: float, low: float, high: float = float("inf"))
     """Raise ValueError unless ``low <= value < high``."""
     if not low <= float(value) < high:
         raise ValueError(f"{name} must be in [{low}, {high}), came {value}")
+
+
+def check_betas(betas: tuple[float, float]) -> None:
+    """Raise ValueError unless there are two numbers in [0, 1)."""
+    for name, beta in zip(("betas[0]", "betas[1]"), betas, strict=True):
+        check_range(name, beta, 0.0, 1.0)

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from graphopt.optim.base import Emit, Optimizer, ParameterUpdate, UpdateResult, check_range
+from graphopt.optim.base import Emit, Optimizer, ParameterUpdate, UpdateResult, check_betas, check_range
 
 aten = torch.ops.aten
 
@@ -36,8 +36,7 @@ class Lion(Optimizer):
     def check_options(self, options: Mapping[str, Any]) -> None:
         check_range("lr", options["lr"], 0.0)
         check_range("weight_decay", options["weight_decay"], 0.0)
-        for name, beta in zip(("betas[0]", "betas[1]"), options["betas"], strict=True):
-            check_range(name, beta, 0.0, 1.0)
+        check_betas(options["betas"])
 
     def state_names(self, options: Mapping[str, Any]) -> tuple[str, ...]:
         return ("exp_avg",)

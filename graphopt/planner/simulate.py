@@ -166,13 +166,7 @@ class _Simulation:
                 number = self._root(self.storage[entry][0][1])
                 if number in kept or last.get(number) != k or number == own:
                     continue
-                moved = [own, *members.pop(own, [])]
-                members.setdefault(number, []).extend(moved)
-                for n in moved:
-                    self.joined[n] = number
-                last[number] = max(last.get(own, -1), k)
-                if own in kept:
-                    kept.add(number)
+                self._join(own, number, k, kept, members)
                 break
 
     def _write_results(
@@ -192,13 +186,17 @@ class _Simulation:
         if len(set(targets.values())) < len(updated):
             return
         for result, number in targets.items():
-            moved = [result, *members.pop(result, [])]
-            members.setdefault(number, []).extend(moved)
-            for n in moved:
-                self.joined[n] = number
-            last[number] = max(last.get(result, -1), k)
-            if result in kept:
-                kept.add(number)
+            self._join(result, number, k, kept, members)
+
+    def _join(self, result: int, number: int, k: int, kept: set[int], members: dict[int, list[int]]) -> None:
+        """What entry ``k`` makes, ``result`` and all that joined it before, lives in the memory of ``number``."""
+        moved = [result, *members.pop(result, [])]
+        members.setdefault(number, []).extend(moved)
+        for n in moved:
+            self.joined[n] = number
+        self.last_read[number] = max(self.last_read.get(result, -1), k)
+        if result in kept:
+            kept.add(number)
 
     def _root(self, number: int) -> int:
         return self.joined[number] if number >= 0 else number

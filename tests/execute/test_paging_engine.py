@@ -14,10 +14,11 @@ from graphopt.execute.cpu_copier import CopyPace
 from graphopt.execute.cuda_copier import CudaCopier
 from graphopt.execute.far_memory import FarMemory
 from graphopt.execute.paging.engine import NUM_STAGING
-from graphopt.execute.paging.flat_ranges import FlatRanges, flat, is_dense
+from graphopt.execute.paging.flat_ranges import FlatRanges
 from graphopt.execute.paging.page_memory import known_memory, new_page_memory
 from graphopt.execute.paging.ranges import new_copier
 from graphopt.execute.parcel import Meter
+from graphopt.kernels.flat_tensors import flat, is_dense
 from tests.execute.test_cuda_copier import calls  # noqa: F401  a fixture
 from tests.support.paging import Tensors, assert_same_parameters, assert_same_state, in_small_ranges, pair
 

@@ -16,15 +16,17 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from graphopt.capture.range_update import FACTOR, GRADIENT, OFFSET, PARAMETER, SEED
-from graphopt.execute.paging.flat_ranges import FlatRanges, flat
+from graphopt.execute.paging.flat_ranges import FlatRanges
 from graphopt.execute.paging.page_memory import known_memory
 from graphopt.execute.paging.ranges import PagedRanges, StateRange
 from graphopt.execute.paging.rules import RangeUpdate, installed
+from graphopt.kernels.flat_tensors import flat
 from graphopt.operators.paged_update import LIBRARY
 
 NUM_STAGING = 3
@@ -63,7 +65,7 @@ class _PagedUpdate:
         parameter = request.parameter
         self.request = request
         self.update = update
-        self.parameter = flat(parameter)
+        self.parameter = flat(parameter.detach())
         self.gradient = FlatRanges(request.gradient, parameter)
         self.ranges = PagedRanges(request.pages, update.rule, parameter.numel(), parameter.device)
         num_buffers = min(NUM_STAGING, len(self.ranges.bounds))
@@ -150,8 +152,7 @@ def _page_in(pages: Tensor, staging: int, rule: str, numel: int, *, device: torc
     return buffer
 
 
-@torch.library.impl("graphopt::paged_update_", "CompositeExplicitAutograd", lib=LIBRARY)
-def _paged_update_(
+def _write_update(
     parameter: Tensor,
     gradient: Tensor,
     pages: Tensor,
@@ -165,18 +166,11 @@ def _paged_update_(
     update_in_ranges(_Request(parameter, gradient, pages, factor, numbers, seed, first), rule)
 
 
-@torch.library.impl("graphopt::paged_update", "CompositeExplicitAutograd", lib=LIBRARY)
-def _paged_update(
-    parameter: Tensor,
-    gradient: Tensor,
-    pages: Tensor,
-    factor: Tensor | None,
-    numbers: Sequence[float],
-    rule: str,
-    seed: int,
-    staging: int,
-    first: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+def _new_values(parameter: Tensor, gradient: Tensor, pages: Tensor, *rest: Any, **named: Any) -> tuple[Tensor, Tensor]:
     new, kept = parameter.detach().clone(), pages.clone()
-    update_in_ranges(_Request(new, gradient, kept, factor, numbers, seed, first), rule)
+    _write_update(new, gradient, kept, *rest, **named)
     return new, kept
+
+
+torch.library.impl("graphopt::paged_update_", "CompositeExplicitAutograd", _write_update, lib=LIBRARY)
+torch.library.impl("graphopt::paged_update", "CompositeExplicitAutograd", _new_values, lib=LIBRARY)

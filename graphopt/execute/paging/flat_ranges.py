@@ -5,21 +5,6 @@ from __future__ import annotations
 from torch import Tensor
 
 
-def is_dense(tensor: Tensor) -> bool:
-    """Whether the elements fill one run of memory without gap or overlap, in whatever order of dimensions."""
-    expected = 1
-    for stride, size in sorted((stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
-        if size != 1 and stride != expected:
-            return tensor.numel() == 0
-        expected *= size
-    return True
-
-
-def flat(tensor: Tensor) -> Tensor:
-    """A dense tensor in memory order: a view of shape [numel], without history."""
-    return tensor.detach().as_strided((tensor.numel(),), (1,))
-
-
 class FlatRanges:
     """Ranges of ``tensor``, of any layout, in the memory order of the dense ``parameter``; both have one shape."""
 

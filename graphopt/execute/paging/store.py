@@ -13,11 +13,11 @@ from torch import Tensor
 from graphopt.capture.page_layout import PageLayout
 from graphopt.errors import StateError, UnsupportedError
 from graphopt.execute.cpu_copier import CopyPace, CpuCopier
-from graphopt.execute.paging.flat_ranges import is_dense
 from graphopt.execute.paging.page_memory import PageMemory, new_page_memory
 from graphopt.execute.paging.ranges import new_copier
 from graphopt.execute.parcel import Copier, Meter
 from graphopt.ir.units import format_bytes, format_seconds
+from graphopt.kernels.flat_tensors import is_dense
 from graphopt.optim.base import Optimizer, checked_page_limit
 
 log = logging.getLogger(__name__)
