@@ -14,6 +14,7 @@ from graphopt.passes.fold_constants import FoldConstants
 from graphopt.passes.fold_identities import FoldIdentities
 from graphopt.passes.fuse_linear_loss import FuseLinearLoss
 from graphopt.passes.insert_quantize import InsertQuantize
+from graphopt.passes.keep_quantized import KeepQuantized
 from graphopt.passes.lower_precision import LowerPrecision
 from graphopt.passes.merge_loss_gradient import MergeLossGradient
 from graphopt.passes.offload import Offload
@@ -81,6 +82,9 @@ def fp8_passes(precision: Precision) -> tuple[Pass, ...]:
     return (
         TagFp8(precision.fp8),  # behind what removes and merges: it counts the products that really run
         InsertQuantize(precision.fp8),  # acts on the tags
+        KeepQuantized(
+            precision.fp8
+        ),  # when it is known which codes products read; before anything is dropped for memory
         DropDead(),  # copies in bfloat16 that nothing reads any more
     )
 

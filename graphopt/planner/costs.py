@@ -18,6 +18,7 @@ from torch.utils.flop_counter import flop_registry
 from graphopt.ir import ops
 from graphopt.ir.program import Program
 from graphopt.ir.storage import tensors_in
+from graphopt.operators import fp8
 
 aten = torch.ops.aten
 
@@ -57,6 +58,8 @@ def node_seconds(node: fx.Node, rates: Rates) -> float:
 def moved_bytes(node: fx.Node) -> int:
     """Bytes of all tensors that ``node`` reads and writes."""
     read = sum(_nbytes(tensor) for argument in node.all_input_nodes for tensor in tensors_in(argument.meta.get("val")))
+    if ops.is_call(node, *_LOOKS_FIRST):
+        read += _nbytes(node.all_input_nodes[0].meta["val"])
     return read + sum(_nbytes(tensor) for tensor in tensors_in(node.meta.get("val")))
 
 
@@ -95,9 +98,13 @@ def _attention_backward(gradient: Any, query: Any, key: Any, value: Any, *rest: 
     return _attention(query, key, value) * 5 // 2
 
 
+# They read all of their argument for the scale before they read it again for the codes.
+_LOOKS_FIRST = (fp8.QUANTIZE, fp8.QUANTIZE_TRANSPOSED, fp8.QUANTIZE_BOTH)
+
 _OWN: dict[Any, Callable[..., int]] = {
     aten.scaled_dot_product_attention.default: _attention,
     aten._scaled_dot_product_flash_attention_for_cpu.default: _attention,
     aten._scaled_dot_product_flash_attention_for_cpu_backward.default: _attention_backward,
     aten.linear.default: lambda x, weight, bias=None: 2 * x.numel() * weight.shape[0],
+    fp8.MATMUL: lambda a, a_scale, a_block, b, *rest: 2 * a.numel() * b.shape[1],
 }
