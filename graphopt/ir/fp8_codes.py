@@ -129,7 +129,7 @@ def make_again(program: Program, codes: Codes, anchor: fx.Node) -> tuple[fx.Node
 
 def make_one_layout(program: Program, call: fx.Node) -> bool:
     """Let a call that makes codes in both layouts, of which one is read, make that one alone; whether it did."""
-    if not makes_both_layouts(call):
+    if not makes_both_layouts(call) or not call.users:
         return False
     for part in tuple(call.users):
         program.erase_if_unused(part)
