@@ -1,6 +1,6 @@
 """graphopt: a compiler for training steps."""
 
-from graphopt import checkpoint, errors, optim, passes
+from graphopt import checkpoint, errors, fp8, optim, passes
 from graphopt.api import capture, compile, optimize
 from graphopt.autocast_table import autocast_table
 from graphopt.capture.differentiate import differentiate
@@ -23,6 +23,7 @@ __all__ = [
     "compile",
     "differentiate",
     "errors",
+    "fp8",
     "load_checkpoint",
     "load_model",
     "optim",

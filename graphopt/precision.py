@@ -10,8 +10,9 @@ from typing import Any, Literal, get_args
 import torch
 
 from graphopt.errors import UnsupportedError
+from graphopt.fp8 import Recipe, Tensorwise, recipe_of
 
-Compute = Literal["bf16", "fp16", "fp32"]
+Compute = Literal["fp8", "bf16", "fp16", "fp32"]
 Master = Literal["fp32", "stochastic", "remainder", "none"]
 Residual = Literal["auto", "compute", "fp32"]
 
@@ -20,7 +21,8 @@ Residual = Literal["auto", "compute", "fp32"]
 class Precision:
     """How a step computes, and what its optimizer keeps of parameters.
 
-    ``compute``: the type of matrix products and of what lies between them; "fp32" lowers nothing. ``master``: how
+    ``compute``: the type of matrix products and of what lies between them; "fp32" lowers nothing; "fp8" is "bf16" with
+    matrix products in FP8 where that pays, as ``fp8`` says (a ``graphopt.fp8`` recipe or its name). ``master``: how
     parameters of two bytes an element are updated: "fp32" (a float32 copy is, and cast back), "stochastic" (rounded up
     or down by chance), "remainder" (bfloat16 with 16 more bits, exact), "none" (in their own dtype, as torch does).
     ``keep_fp32``: patterns of module paths, such as "lm_head" or
@@ -36,6 +38,7 @@ class Precision:
     master: Master = "fp32"
     keep_fp32: tuple[str, ...] = ()
     residual: Residual = "auto"
+    fp8: Recipe | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.keep_fp32, str):
@@ -47,9 +50,21 @@ class Precision:
         _check_choice("compute", self.compute, get_args(Compute))
         _check_choice("master", self.master, get_args(Master))
         _check_choice("residual", self.residual, get_args(Residual))
+        self._settle_recipe()
         wrong = [pattern for pattern in self.keep_fp32 if not isinstance(pattern, str) or not pattern]
         if wrong:
             raise UnsupportedError(f"keep_fp32 expects module patterns such as 'lm_head' or '*.wo', came {wrong}")
+
+    def _settle_recipe(self) -> None:
+        if self.compute == "fp8":
+            object.__setattr__(self, "fp8", Tensorwise() if self.fp8 is None else recipe_of(self.fp8))
+        elif self.fp8 is not None:
+            raise UnsupportedError(f"fp8={self.fp8!r} needs compute='fp8', came compute={self.compute!r}")
+
+    @property
+    def between(self) -> str:
+        """The type of what lies between FP8 products, or of everything that is lowered."""
+        return "bf16" if self.compute == "fp8" else self.compute
 
     @property
     def lowers(self) -> bool:
@@ -61,15 +76,13 @@ def precision_of(value: Any) -> Precision:
     """The Precision that a user's ``precision=`` means; UnsupportedError for anything else."""
     if isinstance(value, Precision):
         return value
-    if value == "fp8":
-        raise UnsupportedError(
-            "precision='fp8' is not part of this version: there are 'fp32', 'bf16' and 'fp16', or a graphopt.Precision"
-        )
+    if isinstance(value, Recipe):
+        return Precision(compute="fp8", fp8=value)
     if value in get_args(Compute):
         return FULL if value == FULL.compute else Precision(compute=value)
     raise UnsupportedError(
-        f"precision expects 'fp32', 'bf16', 'fp16' or a graphopt.Precision, came {value!r}; float32 is 'fp32', "
-        "bfloat16 'bf16', float16 'fp16'"
+        f"precision expects 'fp32', 'bf16', 'fp16', 'fp8', a graphopt.Precision or a graphopt.fp8 recipe, came "
+        f"{value!r}; float32 is 'fp32', bfloat16 'bf16', float16 'fp16'"
     )
 
 
@@ -106,8 +119,7 @@ def _strings(model: torch.nn.Module, attribute: str) -> list[str]:
 def _check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
     if value in choices:
         return
-    later = " (fp8 is not part of this version)" if value == "fp8" else ""
-    raise UnsupportedError(f"{name} expects one of {', '.join(map(repr, choices))}, came {value!r}{later}")
+    raise UnsupportedError(f"{name} expects one of {', '.join(map(repr, choices))}, came {value!r}")
 
 
 FULL = Precision(compute="fp32", master="none")

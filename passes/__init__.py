@@ -12,6 +12,7 @@ from graphopt.passes.drop_dead import DropDead
 from graphopt.passes.fold_constants import FoldConstants
 from graphopt.passes.fold_identities import FoldIdentities
 from graphopt.passes.fuse_linear_loss import FuseLinearLoss
+from graphopt.passes.insert_quantize import InsertQuantize
 from graphopt.passes.lower_precision import LowerPrecision
 from graphopt.passes.merge_loss_gradient import MergeLossGradient
 from graphopt.passes.offload import Offload
@@ -27,6 +28,7 @@ from graphopt.passes.scatter_embedding_gradient import ScatterEmbeddingGradient
 from graphopt.passes.scatter_loss_gradient import ScatterLossGradient
 from graphopt.passes.simplify_algebra import SimplifyAlgebra
 from graphopt.passes.skip_gradient_casts import SkipGradientCasts
+from graphopt.passes.tag_fp8 import TagFp8
 from graphopt.pipeline.pass_base import Pass
 
 BY_NAME: Mapping[str, type[Pass]] = {
@@ -38,6 +40,7 @@ BY_NAME: Mapping[str, type[Pass]] = {
     "fold-constants": FoldConstants,
     "fold-identities": FoldIdentities,
     "fuse-linear-loss": FuseLinearLoss,
+    "insert-quantize": InsertQuantize,
     "lower-precision": LowerPrecision,
     "merge-loss-gradient": MergeLossGradient,
     "offload": Offload,
@@ -53,5 +56,6 @@ BY_NAME: Mapping[str, type[Pass]] = {
     "scatter-loss-gradient": ScatterLossGradient,
     "simplify-algebra": SimplifyAlgebra,
     "skip-gradient-casts": SkipGradientCasts,
+    "tag-fp8": TagFp8,
 }
 """Every pass by its name, in alphabetical order; a literal, so that an editable install finds what a wheel finds."""

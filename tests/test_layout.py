@@ -23,14 +23,15 @@ IMPORTS: dict[str, frozenset[str]] = {
     "version": frozenset(),
     "kernels": frozenset(),
     "operators": frozenset({"kernels"}),
-    "ir": frozenset({"errors", "operators"}),
+    "fp8": frozenset({"errors"}),
+    "ir": frozenset({"errors", "operators", "fp8"}),
     "loss_scale": frozenset({"errors"}),
-    "precision": frozenset({"errors"}),
+    "precision": frozenset({"errors", "fp8"}),
     "optim": frozenset({"errors", "ir", "kernels", "operators"}),
     "checkpoint": frozenset({"errors", "ir"}),
     "planner": frozenset({"errors", "ir", "checkpoint"}),
     "pipeline": frozenset({"errors", "ir", "planner", "precision"}),
-    "passes": frozenset({"errors", "operators", "ir", "pipeline", "checkpoint", "planner"}),
+    "passes": frozenset({"errors", "operators", "fp8", "ir", "pipeline", "checkpoint", "planner"}),
     "options": frozenset({"errors", "optim", "loss_scale", "precision", "checkpoint", "planner", "pipeline"}),
     "user_files": frozenset({"errors", "pipeline"}),
     "capture": frozenset({"errors", "ir", "operators", "optim", "loss_scale"}),
@@ -76,6 +77,7 @@ IMPORTS: dict[str, frozenset[str]] = {
             "version",
             "optim",
             "loss_scale",
+            "fp8",
             "precision",
             "checkpoint",
             "pipeline",
@@ -105,7 +107,7 @@ NOT_AT_IMPORT = frozenset(EXCEPTIONS) - {("graphopt.pipeline.default", "passes")
 
 # Passes know the IR, what a pass is and how memory is planned; not how a pipeline runs them, and not each other.
 PASSES_MAY_IMPORT = re.compile(
-    r"graphopt\.((ir|operators)(\.\w+)?|planner(\.\w+)?|checkpoint|pipeline\.pass_base|errors)"
+    r"graphopt\.((ir|operators)(\.\w+)?|planner(\.\w+)?|fp8|checkpoint|pipeline\.pass_base|errors)"
 )
 
 # Where private torch modules may be imported.

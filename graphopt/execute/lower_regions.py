@@ -187,5 +187,6 @@ def _with_inputs_of(program: Program) -> Program:
         new.module.register_buffer(name, tensor, persistent=False)
     new.decisions = program.decisions
     new.precision = program.precision
+    new.fp8 = program.fp8
     new.default_fake_mode = program.fake_mode
     return new

@@ -12,6 +12,7 @@ from torch import fx
 from graphopt.errors import ProgramError
 from graphopt.ir.decisions import DecisionTable
 from graphopt.ir.fake import FakeTensor, FakeTensorMode
+from graphopt.ir.fp8_table import Fp8Table
 from graphopt.ir.origin import NO_ORIGIN, Origin
 from graphopt.ir.precision_table import PrecisionTable
 from graphopt.ir.spec import Input, Output, ScalarSpec, Signature, TensorSpec
@@ -43,7 +44,8 @@ class Program:
     ``module`` is an ``fx.GraphModule`` whose placeholders are ``signature.inputs`` in order, and whose output is one
     flat tuple, ``signature.outputs`` in order. Constants are tensors of the module, read by ``get_attr`` nodes.
     Of ``node.meta`` only ``val`` (the fake value) is a contract; ``origins`` holds where nodes came from, ``decisions``
-    what becomes of values between forward and backward, ``precision`` what each operator of the forward part runs in.
+    what becomes of values between forward and backward, ``precision`` what each operator of the forward part runs in,
+    ``fp8`` which matrix products run in FP8.
     """
 
     def __init__(
@@ -63,6 +65,7 @@ class Program:
         self.default_fake_mode: FakeTensorMode | None = None
         self.decisions = DecisionTable()
         self.precision = PrecisionTable()
+        self.fp8 = Fp8Table()
 
     # ---- reading -------------------------------------------------------------------------------------------------
 
@@ -240,6 +243,7 @@ class Program:
         program = Program(module, self.signature, stage=self.stage, origins=self.origins, history=self.history)
         program.decisions = self.decisions
         program.precision = self.precision
+        program.fp8 = self.fp8
         return program
 
     def run(self, inputs: Sequence[Any]) -> tuple[Any, ...]:

@@ -19,6 +19,8 @@ _DTYPE_NAMES = {
     torch.int8: "i8",
     torch.uint8: "u8",
     torch.bool: "b1",
+    torch.float8_e4m3fn: "f8e4m3",
+    torch.float8_e5m2: "f8e5m2",
     torch.complex64: "c64",
     torch.complex128: "c128",
 }

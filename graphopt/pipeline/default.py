@@ -13,6 +13,7 @@ from graphopt.passes.drop_dead import DropDead
 from graphopt.passes.fold_constants import FoldConstants
 from graphopt.passes.fold_identities import FoldIdentities
 from graphopt.passes.fuse_linear_loss import FuseLinearLoss
+from graphopt.passes.insert_quantize import InsertQuantize
 from graphopt.passes.lower_precision import LowerPrecision
 from graphopt.passes.merge_loss_gradient import MergeLossGradient
 from graphopt.passes.offload import Offload
@@ -28,6 +29,7 @@ from graphopt.passes.scatter_embedding_gradient import ScatterEmbeddingGradient
 from graphopt.passes.scatter_loss_gradient import ScatterLossGradient
 from graphopt.passes.simplify_algebra import SimplifyAlgebra
 from graphopt.passes.skip_gradient_casts import SkipGradientCasts
+from graphopt.passes.tag_fp8 import TagFp8
 from graphopt.pipeline.pass_base import Pass
 from graphopt.pipeline.pipeline import Pipeline
 from graphopt.planner.decide import NO_REQUEST, MemoryRequest
@@ -51,13 +53,13 @@ def precision_passes(precision: Precision) -> tuple[Pass, ...]:
     """The passes that lower the compute type; none for float32."""
     if not precision.lowers:
         return ()
-    lower = LowerPrecision(precision.compute, "|".join(precision.keep_fp32), precision.residual)
+    lower = LowerPrecision(precision.between, "|".join(precision.keep_fp32), precision.residual)
     # After what looks for patterns, which casts would hide; before differentiation: a gradient has its value's dtype.
     return (lower, DropDead())
 
 
-def joint_pipeline() -> Pipeline:
-    """What runs on forward and backward together."""
+def joint_pipeline(precision: Precision = FULL) -> Pipeline:
+    """What runs on forward and backward together; ``precision``: what to compute in."""
     return Pipeline(
         (
             DropDead(),  # gradients of unrequested values
@@ -67,7 +69,19 @@ def joint_pipeline() -> Pipeline:
             ScatterLossGradient(),  # losses that are not fused, because their logits are asked for
             Dedupe(),  # after folding, when equal means equal
             DropDead(),  # what the four left without users
+            *fp8_passes(precision),
         )
+    )
+
+
+def fp8_passes(precision: Precision) -> tuple[Pass, ...]:
+    """The passes that put matrix products into FP8; none unless it is asked for."""
+    if precision.fp8 is None:
+        return ()
+    return (
+        TagFp8(precision.fp8),  # behind what removes and merges: it counts the products that really run
+        InsertQuantize(precision.fp8),  # acts on the tags
+        DropDead(),  # copies in bfloat16 that nothing reads any more
     )
 
 
@@ -118,7 +132,7 @@ def default_pipeline(stage: Stage, memory: MemoryRequest = NO_REQUEST, precision
     """The default pipeline of a stage."""
     if stage is Stage.STEP:
         return step_pipeline(memory)
-    return forward_pipeline(precision) if stage is Stage.FORWARD else joint_pipeline()
+    return forward_pipeline(precision) if stage is Stage.FORWARD else joint_pipeline(precision)
 
 
 def with_less_room(pipeline: Pipeline, *, reserved_bytes: int, margin_bytes: int) -> Pipeline:

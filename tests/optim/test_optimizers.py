@@ -166,7 +166,5 @@ def test_state_of_another_optimizer_or_model_is_refused_whole():
 
 
 def test_later_options_are_refused():
-    with pytest.raises(UnsupportedError, match="not part of this version"):
-        compiled(network(), optim.SGD(lr=0.1), precision="fp8")
     with pytest.raises(UnsupportedError, match="accumulate and clip_grad_norm"):
         graphopt.compile(network(), clip_grad_norm=1.0)
