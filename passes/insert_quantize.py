@@ -71,6 +71,9 @@ class InsertQuantize(Pass):
     name: ClassVar[str] = "insert-quantize"
     stage: ClassVar[Stage] = Stage.JOINT
     numerics: ClassVar[Numerics] = Numerics.LOSSY
+    tolerance: ClassVar[float | None] = (
+        0.5  # four roundings to E5M2, of 2**-3 each: an operand of each product in a row
+    )
     after: ClassVar[tuple[str, ...]] = ("tag-fp8",)
 
     def __post_init__(self) -> None:
@@ -210,8 +213,6 @@ class _Rewriter:
         if key not in self.padded:
             shape = self.program.spec(found.codes).shape
             codes = pad_matrix(self.program, reader, found.codes, added, 0.0)
-            scale = pad_scale(
-                self.program, reader, found.scale, found.grid, shape=(shape[0], shape[1]), added=added
-            )
+            scale = pad_scale(self.program, reader, found.scale, found.grid, shape=(shape[0], shape[1]), added=added)
             self.padded[key] = _Quantized(codes, scale, found.grid)
         return self.padded[key]
