@@ -58,6 +58,7 @@ aten = torch.ops.aten
 
 Layouts = Literal["auto", "one", "two"]
 
+_DEFAULT = Tensorwise()
 _RESULTS = (torch.bfloat16, torch.float16)
 
 
@@ -65,7 +66,7 @@ _RESULTS = (torch.bfloat16, torch.float16)
 class InsertQuantize(Pass):
     """See the module's docstring. ``recipe``: a ``graphopt.fp8`` value, its name or its text."""
 
-    recipe: Recipe | str = Tensorwise()
+    recipe: Recipe | str = _DEFAULT
     layouts: Layouts = "auto"
 
     name: ClassVar[str] = "insert-quantize"

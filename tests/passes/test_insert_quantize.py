@@ -176,7 +176,7 @@ def test_two_layouts_change_no_bit(block, recipe):
 
 
 def test_on_a_cpu_one_layout_is_enough(block):
-    assert set(node.target for node in calls(inserted(block)[0], *QUANTIZES)) == {QUANTIZE}
+    assert {node.target for node in calls(inserted(block)[0], *QUANTIZES)} == {QUANTIZE}
 
 
 # ---- padding ---------------------------------------------------------------------------------------------------------
