@@ -16,16 +16,34 @@ WeightGradient = Literal["fp8", "bf16"]
 Saved = Literal["none", "products", "all"]
 
 
+@dataclass(frozen=True)
+class ProductFacts:
+    """What ``choose`` is asked about: a product ``[rows, contraction] @ [contraction, columns]`` in the module at the
+    path ``module``. ``role``: "forward", "input gradient" or "weight gradient"; ``weights``: the parameters that it
+    reads, or whose gradient it is.
+    """
+
+    module: str
+    role: str
+    rows: int
+    columns: int
+    contraction: int
+    weights: tuple[str, ...]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
     """What all recipes share. Forward operands are E4M3.
 
     ``gradients``: the format of gradients. ``power_of_two``: scales are powers of two. ``weight_gradient``: what the
     weight-gradient products run in. ``saved``: what is kept for the backward part in FP8: "none"; "products": what a
-    product of the backward part reads in FP8; "all": also what other operators of the backward part read. ``exclude``
-    and ``include``: patterns of module paths whose products never or always take part, whatever they cost;
-    ``choose``: a predicate of a product's facts, asked where neither decides. ``target``: the device whose costs count
-    (None: the device that runs).
+    product of the backward part reads in FP8; "all": also what other operators of the backward part read.
+
+    ``exclude`` and ``include``: patterns of module paths, as in ``fnmatch``, whose products never or always take part,
+    whatever they cost; a module below one that is named is named too, and ``exclude`` goes first. ``choose``: a
+    predicate of ProductFacts that decides in the place of costs and places where neither does. ``skip_first`` and
+    ``skip_last``: how many of the repeated layers at either end never take part. ``target``: the class of device whose
+    costs count, such as "H100" (None: the device that runs; on a CPU costs are not counted).
     """
 
     gradients: Format = "e4m3"
@@ -34,8 +52,10 @@ class Recipe:
     saved: Saved = "all"
     exclude: tuple[str, ...] = ()
     include: tuple[str, ...] = ()
-    choose: Callable[[Any], bool] | None = None
+    choose: Callable[[ProductFacts], bool] | None = None
     target: str | None = None
+    skip_first: int = 0
+    skip_last: int = 0
 
     name: ClassVar[str] = "recipe"
 
@@ -57,6 +77,12 @@ class Recipe:
                     f"{field}=({patterns!r},)"
                 )
             object.__setattr__(self, field, tuple(patterns))
+        for field in ("skip_first", "skip_last"):
+            count = getattr(self, field)
+            if isinstance(count, bool) or not isinstance(count, int) or count < 0:
+                raise UnsupportedError(f"{field} expects a number of layers from 0 on, came {count!r}")
+        if self.choose is not None and not callable(self.choose):
+            raise UnsupportedError(f"choose expects a function of ProductFacts, came {self.choose!r}")
 
 
 @dataclass(frozen=True, kw_only=True)
