@@ -13,7 +13,7 @@ class Fp8Row:
     layer's products; ``is_fp8``: whether it runs in FP8; ``weights``: the parameters among its operands.
 
     ``seconds_saved``: estimated, negative where FP8 would be slower; ``bytes_saved``: of what is kept for the backward
-    part.
+    part. ``pad``: how many zeros are added to rows, columns and contraction.
     """
 
     value: str
@@ -27,6 +27,7 @@ class Fp8Row:
     weights: tuple[str, ...] = ()
     seconds_saved: float = 0.0
     bytes_saved: int = 0
+    pad: tuple[int, int, int] = (0, 0, 0)
 
     @property
     def module(self) -> str:
