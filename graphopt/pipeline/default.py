@@ -12,6 +12,7 @@ from graphopt.passes.defer_head_gradient import DeferHeadGradient
 from graphopt.passes.drop_dead import DropDead
 from graphopt.passes.fold_constants import FoldConstants
 from graphopt.passes.fold_identities import FoldIdentities
+from graphopt.passes.fold_quantize import FoldQuantize
 from graphopt.passes.fuse_linear_loss import FuseLinearLoss
 from graphopt.passes.insert_quantize import InsertQuantize
 from graphopt.passes.keep_quantized import KeepQuantized
@@ -82,9 +83,8 @@ def fp8_passes(precision: Precision) -> tuple[Pass, ...]:
     return (
         TagFp8(precision.fp8),  # behind what removes and merges: it counts the products that really run
         InsertQuantize(precision.fp8),  # acts on the tags
-        KeepQuantized(
-            precision.fp8
-        ),  # when it is known which codes products read; before anything is dropped for memory
+        FoldQuantize(),  # behind it: weights that are stored as FP8 codes are read as they are
+        KeepQuantized(precision.fp8),  # knows which codes products read; before anything is dropped for memory
         DropDead(),  # copies in bfloat16 that nothing reads any more
     )
 

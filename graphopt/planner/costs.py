@@ -58,9 +58,19 @@ def node_seconds(node: fx.Node, rates: Rates) -> float:
 def moved_bytes(node: fx.Node) -> int:
     """Bytes of all tensors that ``node`` reads and writes."""
     read = sum(_nbytes(tensor) for argument in node.all_input_nodes for tensor in tensors_in(argument.meta.get("val")))
-    if ops.is_call(node, *_LOOKS_FIRST):
+    if _looks_first(node):
         read += _nbytes(node.all_input_nodes[0].meta["val"])
     return read + sum(_nbytes(tensor) for tensor in tensors_in(node.meta.get("val")))
+
+
+def _looks_first(node: fx.Node) -> bool:
+    """Whether ``node`` reads all of its argument for a scale before it reads it again for FP8 codes."""
+    if not ops.is_call(node, fp8.QUANTIZE, fp8.QUANTIZE_TRANSPOSED, fp8.QUANTIZE_BOTH):
+        return False
+    grids = [item for item in node.args if isinstance(item, (list, tuple))]
+    # Where the transpose is quantized, its columns are the rows.
+    along_rows = 1 if ops.is_call(node, fp8.QUANTIZE_TRANSPOSED) else 0
+    return any(grid[along_rows if i == 0 else 1] == 0 for i, grid in enumerate(grids))
 
 
 def node_flops(node: fx.Node) -> int:
@@ -97,9 +107,6 @@ def _attention_backward(gradient: Any, query: Any, key: Any, value: Any, *rest: 
     """Five products where the forward has two."""
     return _attention(query, key, value) * 5 // 2
 
-
-# They read all of their argument for the scale before they read it again for the codes.
-_LOOKS_FIRST = (fp8.QUANTIZE, fp8.QUANTIZE_TRANSPOSED, fp8.QUANTIZE_BOTH)
 
 _OWN: dict[Any, Callable[..., int]] = {
     aten.scaled_dot_product_attention.default: _attention,
