@@ -22,6 +22,7 @@ from graphopt.kernels.fp8_cast_triton import (
     cast_kernel,
 )
 from graphopt.kernels.fp8_format import Cast, Grid, format_of
+from graphopt.kernels.fp8_support import support_on
 from graphopt.kernels.launch_triton import on_device
 
 # The sides of a tile: a group of 128, and lines of 128 bytes of codes, whether rows or columns are contiguous.
@@ -34,8 +35,6 @@ ELEMENTS_OF_A_ROW_TILE = 4096
 # What a thread has under way at once: 4 words of 16 bytes in bfloat16, 2 of codes.
 ELEMENTS_OF_A_THREAD = 32
 FEWEST_WARPS = 4
-# From this compute capability on there is an instruction that converts to FP8.
-FIRST_WITH_CONVERSION = (8, 9)
 
 
 @dataclass(frozen=True)
@@ -173,6 +172,5 @@ def cast_constants(tile: Tile, scalings: Sequence[Scaling]) -> dict[str, int]:
 
 def has_conversion(device: torch.device) -> bool:
     """Whether ``device`` converts float32 to FP8 by an instruction; elsewhere integers do the same."""
-    if device.type != "cuda" or torch.version.hip is not None:
-        return False
-    return torch.cuda.get_device_capability(device) >= FIRST_WITH_CONVERSION
+    support = support_on(device)
+    return support.has_fp8 and not support.is_emulated

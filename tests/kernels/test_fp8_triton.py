@@ -160,13 +160,3 @@ def test_no_other_form_spills(format, dtype, arch):
         assert_sound(compiled_dequantize(arch, grid, format=format, dtype=dtype))
     for wanted in ((1,), (2,), (3,), (1, 2)):
         assert_sound(compiled_amax(arch, wanted))
-
-
-def test_tiles_hold_whole_groups_or_wait_for_the_largest_magnitudes():
-    expected_tiles = {(1, 0): (1, 4096), (128, 1): (128, 128), (128, 128): (128, 128)}
-    for grid in GRIDS:
-        casts = casts_of((grid,), "e4m3")
-        tile = Tile.of(casts)
-        assert (tile.rows, tile.columns) == expected_tiles.get(grid, (32, 128))
-        reads_twice = grid[0] == 0
-        assert (Scaling.of(grid, casts[0].codes.shape, tile).source == 1) is reads_twice
