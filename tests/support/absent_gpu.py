@@ -1,4 +1,4 @@
-"""Launches without a GPU: Triton compiles as it would for one, and nothing runs."""
+"""Launching Triton kernels as on a GPU that is not there: everything is compiled, nothing runs."""
 
 from __future__ import annotations
 
@@ -27,10 +27,14 @@ class CompilingOnly:
         return sum(len(caches[0]) for caches in self.kernel.device_caches.values())
 
 
-def pretend_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From here on there is an H100 as far as compiling is concerned."""
-    target = GPUTarget("cuda", 90, 32)
-    driver = SimpleNamespace(
+def absent_driver(arch: int) -> SimpleNamespace:
+    """What Triton asks a driver when it compiles for sm_``arch``."""
+    target = GPUTarget("cuda", arch, 32)
+    return SimpleNamespace(
         get_current_device=lambda: "absent", get_current_stream=lambda _: 0, get_current_target=lambda: target
     )
-    monkeypatch.setattr(triton.runtime.driver, "_active", driver)
+
+
+def pretend_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From here on there is an H100 as far as compiling is concerned."""
+    monkeypatch.setattr(triton.runtime.driver, "_active", absent_driver(90))
