@@ -10,7 +10,7 @@ import torch
 
 import graphopt.operators.block_update  # noqa: F401  registers operators that are named below
 from graphopt.ir import transfer_ops
-from graphopt.operators import paged_update
+from graphopt.operators import fp8, paged_update
 from graphopt.operators.embedding_rows import ADD_EMBEDDING_ROWS
 
 aten = torch.ops.aten
@@ -102,6 +102,20 @@ MATMULS = frozenset(
         aten._grouped_mm.default,
     }
 )
+
+# A matrix to FP8 codes and scales, or back.
+FP8_CASTS = frozenset(
+    {
+        fp8.QUANTIZE,
+        fp8.QUANTIZE_TRANSPOSED,
+        fp8.QUANTIZE_BOTH,
+        fp8.QUANTIZE_DELAYED,
+        fp8.QUANTIZE_DELAYED_BOTH,
+        fp8.DEQUANTIZE,
+    }
+)
+
+FP8_MATMULS = frozenset({fp8.MATMUL})
 
 ATTENTION = frozenset(
     {

@@ -185,6 +185,16 @@ def is_matmul(node: fx.Node) -> bool:
     return overload(node) in tables.MATMULS
 
 
+def is_fp8_cast(node: fx.Node) -> bool:
+    """Whether ``node`` makes FP8 codes of a matrix, or a matrix of FP8 codes."""
+    return overload(node) in tables.FP8_CASTS
+
+
+def is_fp8_matmul(node: fx.Node) -> bool:
+    """Whether ``node`` is a product of two matrices in FP8."""
+    return overload(node) in tables.FP8_MATMULS
+
+
 def is_attention(node: fx.Node) -> bool:
     """Whether ``node`` is a fused attention product."""
     return overload(node) in tables.ATTENTION
