@@ -33,7 +33,7 @@ from graphopt.ir.spec import UPDATE_KINDS, OutputKind, TensorSpec
 from graphopt.ir.units import format_bytes
 from graphopt.optim.base import Optimizer
 from graphopt.options import CompileOptions
-from graphopt.pipeline.default import default_pipeline, with_less_room
+from graphopt.pipeline.default import default_pipeline, inference_passes, with_less_room
 from graphopt.pipeline.dump import Dump
 from graphopt.pipeline.pipeline import Pipeline
 from graphopt.planner.decide import MemoryRequest
@@ -174,22 +174,30 @@ class Builder:
     def evaluation(self, batch: BoundBatch) -> tuple[Captured, Executable]:
         """The forward alone, without any update."""
         captured, dump = self.capture(batch, title="eval")
-        program = captured.program.copy()
+        program = self._inference_program(captured, dump)
         kept = [
             (value, output)
             for value, output in zip(program.output_values(), program.signature.outputs, strict=True)
             if output.kind not in UPDATE_KINDS
         ]
         program.set_outputs([value for value, _ in kept], [output for _, output in kept])
-        program.stage = Stage.STEP
         return captured, self._finish(program, dump, title="eval")
 
     def inference(self, batch: BoundBatch) -> tuple[Captured, Executable]:
         """The forward alone, with the buffer updates it makes in this mode."""
         captured, dump = self.capture(batch, title="forward")
+        return captured, self._finish(self._inference_program(captured, dump), dump, title="forward")
+
+    def _inference_program(self, captured: Captured, dump: Dump | None) -> Program:
+        """The forward alone, its products as training has them, ready for the passes of a step."""
         program = captured.program.copy()
+        program.stage = Stage.JOINT  # a joint program without gradients: what decides about products is written for it
+        passes = inference_passes(self.precision)
+        if passes:
+            with without_autocast():
+                program = self.run_passes(program, Stage.JOINT, dump, Pipeline(passes))
         program.stage = Stage.STEP
-        return captured, self._finish(program, dump, title="forward")
+        return program
 
     def _far_memory(self) -> FarMemory | None:
         """The host memory that the Offload policy allows; None without one."""

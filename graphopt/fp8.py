@@ -1,7 +1,7 @@
 """Recipes of FP8 training: how operands of matrix products are scaled, in which formats, and which products take part.
 
-``precision="fp8"`` is ``Precision(compute="fp8", fp8=Tensorwise())``; a recipe may be given in its place. A recipe prints
-as text, ``rowwise;gradients=e5m2;exclude=lm_head|*.gate``, and ``recipe_of`` reads that back.
+``precision="fp8"`` is ``Precision(compute="fp8", fp8=Tensorwise())``; a recipe may be given in its place. A recipe
+prints as text, ``rowwise;gradients=e5m2;exclude=lm_head|*.gate``, and ``recipe_of`` reads that back.
 """
 
 from __future__ import annotations
@@ -67,6 +67,8 @@ class Recipe:
     skip_last: int = 0
 
     name: ClassVar[str] = "recipe"
+    has_state: ClassVar[bool] = False
+    """Whether scales depend on earlier micro-steps."""
 
     def __post_init__(self) -> None:
         if type(self) is Recipe:
@@ -140,6 +142,7 @@ class Delayed(Recipe):
     margin: int = 0
     algo: History = "max"
     name: ClassVar[str] = "delayed"
+    has_state: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
