@@ -124,7 +124,8 @@ class AnalyticRates:
     @property
     def name(self) -> str:
         """The class, and that nothing was measured."""
-        return f"{self.device.name} (estimated rates)"
+        assumed = f"rates of {self.device.like} assumed" if self.device.like else "estimated rates"
+        return f"{self.device.name} ({assumed})"
 
     @property
     def needs_two_layouts(self) -> bool:
