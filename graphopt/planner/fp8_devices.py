@@ -36,8 +36,9 @@ CALL_SECONDS = 4e-6
 @dataclass(frozen=True)
 class DeviceClass:
     """``capability``: compute capability; dense peak rates in FLOP/s, with float32 sums, and bytes/s; no ``fp8_flops``
-    where there is no FP8. The other fields are the fractions above. ``like``: the class whose rates are assumed for a
-    device that is not known.
+    where there is no FP8. The other fields are the fractions above. ``waits_for_memory``: whether a product takes as
+    long as its operands and result take to move. ``like``: the class whose rates are assumed for a device that is not
+    known.
     """
 
     name: str
@@ -50,6 +51,7 @@ class DeviceClass:
     block_scales_efficiency: float = BLOCK_SCALES_EFFICIENCY
     bandwidth_efficiency: float = BANDWIDTH_EFFICIENCY
     call_seconds: float = CALL_SECONDS
+    waits_for_memory: bool = True
     like: str = ""
 
     @property
@@ -58,7 +60,7 @@ class DeviceClass:
         return support_of(self.capability)
 
     def ideal(self) -> DeviceClass:
-        """A device that reaches its peaks, at no cost of a call."""
+        """A device that reaches its peaks, at no cost of a call, and whose products are arithmetic alone."""
         return replace(
             self,
             name=f"ideal {self.name}",
@@ -67,6 +69,7 @@ class DeviceClass:
             block_scales_efficiency=1.0,
             bandwidth_efficiency=1.0,
             call_seconds=0.0,
+            waits_for_memory=False,
         )
 
 

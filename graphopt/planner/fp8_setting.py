@@ -12,7 +12,6 @@ from graphopt.planner.fp8_costs import AnalyticRates, Rates
 from graphopt.planner.fp8_devices import DeviceClass, class_of_device, device_class
 from graphopt.planner.fp8_measured import read_table
 
-
 _EMULATED = ("cpu", "meta")
 """Types of device where FP8 runs as emulation, or not at all: a model on "meta" is only asked about."""
 
