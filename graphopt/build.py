@@ -33,11 +33,11 @@ from graphopt.ir.spec import UPDATE_KINDS, OutputKind, TensorSpec
 from graphopt.ir.units import format_bytes
 from graphopt.optim.base import Optimizer
 from graphopt.options import CompileOptions
-from graphopt.pipeline.default import default_pipeline, inference_passes, with_less_room
+from graphopt.pipeline.default import default_pipeline, inference_passes, with_less_room, with_micro_steps
 from graphopt.pipeline.dump import Dump
 from graphopt.pipeline.pipeline import Pipeline
 from graphopt.planner.decide import MemoryRequest
-from graphopt.precision import precision_for
+from graphopt.precision import FULL, Precision, precision_for
 from graphopt.report.build import build_report
 
 _MOST_PLANS = 4
@@ -85,6 +85,7 @@ class Builder:
         else:
             given = self.options.passes[(Stage.FORWARD, Stage.JOINT, Stage.STEP).index(stage)]
             pipeline = with_less_room(given, reserved_bytes=reserved_bytes, margin_bytes=margin_bytes)
+        pipeline = with_micro_steps(pipeline, self.options.accumulate.steps)
         if self.options.release_gradients and not self._shared():
             return pipeline
         # Ordering may let a late gradient wait until behind the first update, which must then stand at the end.
@@ -295,12 +296,13 @@ def training_program(
     outputs: Sequence[str] | None = None,
     loss: Any = None,
     optimizer: Optimizer | None = None,
+    precision: Precision = FULL,
 ) -> Program:
     """The joint Program of ``model`` on ``batch`` before any joint pass; forward passes have run."""
     bound = bind_batch(model, batch, allow_extra=callable(loss))
     request = OutputRequest(None if outputs is None else tuple(outputs), loss, require_loss=optimizer is not None)
     captured = capture_program(model, bound, request)
-    program = default_pipeline(Stage.FORWARD).run(captured.program)
+    program = default_pipeline(Stage.FORWARD, precision=precision).run(captured.program)
     wrt = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     return differentiate(program, roots=_roots(program, captured.loss_name, wrt), wrt=wrt)
 

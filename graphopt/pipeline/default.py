@@ -158,3 +158,8 @@ def with_less_room(pipeline: Pipeline, *, reserved_bytes: int, margin_bytes: int
             for item in pipeline
         )
     )
+
+
+def with_micro_steps(pipeline: Pipeline, count: int) -> Pipeline:
+    """``pipeline`` for steps whose weights serve ``count`` micro-batches."""
+    return Pipeline(tuple(replace(item, micro_steps=count) if isinstance(item, TagFp8) else item for item in pipeline))
