@@ -14,6 +14,7 @@ from graphopt.errors import UnsupportedError
 Format = Literal["e4m3", "e5m2"]
 WeightGradient = Literal["fp8", "bf16"]
 Saved = Literal["none", "products", "all"]
+Decides = Literal["auto", "host", "device"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +26,8 @@ class Recipe:
     product of the backward part reads in FP8; "all": also what other operators of the backward part read. ``exclude``
     and ``include``: patterns of module paths whose products never or always take part, whatever they cost;
     ``choose``: a predicate of a product's facts, asked where neither decides. ``target``: the device whose costs count
-    (None: the device that runs).
+    (None: the device that runs). ``decides``: where it is decided whether a step is skipped because of Inf or NaN; see
+    ``LossScale``, which decides where there is one.
     """
 
     gradients: Format = "e4m3"
@@ -36,6 +38,7 @@ class Recipe:
     include: tuple[str, ...] = ()
     choose: Callable[[Any], bool] | None = None
     target: str | None = None
+    decides: Decides = "auto"
 
     name: ClassVar[str] = "recipe"
 
@@ -44,6 +47,7 @@ class Recipe:
             ("gradients", ("e4m3", "e5m2")),
             ("weight_gradient", ("fp8", "bf16")),
             ("saved", ("none", "products", "all")),
+            ("decides", ("auto", "host", "device")),
         ):
             if getattr(self, field) not in known:
                 raise UnsupportedError(
