@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Set
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -11,7 +11,7 @@ from torch import fx
 from graphopt.ir import ops
 from graphopt.ir.liveness import backward_nodes
 from graphopt.ir.program import Program
-from graphopt.ir.spec import InputKind
+from graphopt.ir.spec import InputKind, OutputKind
 from graphopt.operators.fp8 import MATMUL, QUANTIZE, QUANTIZE_BOTH, QUANTIZE_TRANSPOSED
 
 QUANTIZERS = (QUANTIZE, QUANTIZE_TRANSPOSED, QUANTIZE_BOTH)
@@ -44,8 +44,9 @@ class QuantizedTensor:
 def quantized_tensors(program: Program) -> tuple[QuantizedTensor, ...]:
     """The tensors that ``program`` quantizes with scales of their present values, in order.
 
-    A tensor is called after the module of the first product that reads it, and its role there; a parameter by its own
-    name. Where a module runs several times, its later tensors have ``#2``, ``#3``, ... behind the name.
+    A tensor is called after the module of the first product that reads it, and its role there ("gradient": of what that
+    module returns); a parameter by its own name. Where a module runs several times, its later tensors have ``#2``,
+    ``#3``, ... behind the name.
     """
     groups: dict[tuple[fx.Node, str], list[fx.Node]] = {}
     for node in program.ops():
@@ -61,6 +62,13 @@ def _behind_views(node: fx.Node) -> fx.Node:
     return node
 
 
+def _behind_copies(node: fx.Node) -> fx.Node:
+    """What codes are made from."""
+    while ops.is_view(node) or ops.is_getitem(node) or ops.is_conversion(node) or ops.is_call(node, *QUANTIZERS):
+        node = node.all_input_nodes[0]
+    return node
+
+
 class _Namer:
     """Gives each tensor a role and a name of its own."""
 
@@ -70,28 +78,56 @@ class _Namer:
         self.gradients = backward_nodes(program)
         self.varying = _reached(program, (node for node, entry in inputs if entry.kind in _VARYING))
         self.parameters = {node: entry.name for node, entry in inputs if entry.kind is InputKind.PARAM}
+        self.trained = {
+            value: output.name
+            for value, output in zip(program.output_values(), program.signature.outputs, strict=True)
+            if output.kind is OutputKind.GRAD
+        }
         self.order = {node: i for i, node in enumerate(program.graph.nodes)}
         self.times: dict[str, int] = {}
 
     def named(self, source: fx.Node, quantizers: tuple[fx.Node, ...]) -> QuantizedTensor:
-        reader = self._first_product(quantizers)
-        role = self._role(source, reader)
+        products = self._products(quantizers)
+        role = self._role(source, products)
         name = self.parameters.get(source)
         if name is None:
-            module = self.program.origin(source if reader is None else reader).module
+            module = self._module(products or [source], role)
             name = f"{module}.{role}" if module else str(role)
         self.times[name] = times = self.times.get(name, 0) + 1
         return QuantizedTensor(name if times == 1 else f"{name}#{times}", role, quantizers)
 
-    def _role(self, source: fx.Node, reader: fx.Node | None) -> Role:
+    def _role(self, source: fx.Node, products: Sequence[fx.Node]) -> Role:
         if source in self.gradients:
             return Role.GRADIENT
         if source not in self.varying:
             return Role.WEIGHT
-        return Role.KEPT if reader is None else Role.INPUT
+        return Role.INPUT if products else Role.KEPT
 
-    def _first_product(self, quantizers: Iterable[fx.Node]) -> fx.Node | None:
-        """The first product that reads codes of ``quantizers``, as they are or through views."""
+    def _module(self, readers: Sequence[fx.Node], role: Role) -> str:
+        """The path of the module that the first of ``readers`` belongs to.
+
+        In the backward part origins are guesses, and parameters say it better.
+        """
+        if role is Role.GRADIENT:
+            for name in filter(None, map(self._parameter, readers)):
+                return name.rpartition(".")[0]
+        return self.program.origin(readers[0]).module
+
+    def _parameter(self, product: fx.Node) -> str | None:
+        """The parameter that ``product`` reads, or whose gradient it is."""
+        for operand in product.all_input_nodes:
+            name = self.parameters.get(_behind_copies(operand))
+            if name is not None:
+                return name
+        node = product
+        while node not in self.trained and len(node.users) == 1:
+            node = next(iter(node.users))
+            if not (ops.is_view(node) or ops.is_conversion(node)):
+                return None
+        return self.trained.get(node)
+
+    def _products(self, quantizers: Iterable[fx.Node]) -> list[fx.Node]:
+        """The products that read codes of ``quantizers``, as they are or through views, in order."""
         found: list[fx.Node] = []
         waiting = [user for node in quantizers for user in node.users if ops.is_getitem(user)]
         while waiting:
@@ -100,7 +136,7 @@ class _Namer:
                     found.append(user)
                 elif ops.is_view(user):
                     waiting.append(user)
-        return min(found, key=self.order.__getitem__, default=None)
+        return sorted(dict.fromkeys(found), key=self.order.__getitem__)
 
 
 def _reached(program: Program, sources: Iterable[fx.Node]) -> Set[fx.Node]:
