@@ -10,12 +10,14 @@ from typing import Any
 
 import torch
 
+from graphopt.capture.accumulation import append_window
 from graphopt.capture.ambient import without_autocast
 from graphopt.capture.batch import BatchBinder, BoundBatch
 from graphopt.capture.differentiate import differentiable_outputs, differentiate
 from graphopt.capture.export import Captured, OutputRequest, capture_program
+from graphopt.capture.fp8_scaling import watch_module, watch_step
 from graphopt.capture.loss_weight import LossWeight, find_loss_weight
-from graphopt.capture.update import UpdateRequest, append_update, append_window, window_update_program
+from graphopt.capture.update import UpdateRequest, append_update, window_update_program
 from graphopt.checkpoint import host_bytes
 from graphopt.errors import BudgetError, OutputError, UnsupportedError
 from graphopt.execute.backend import ATEN, Backend, choose_backend
@@ -133,6 +135,9 @@ class Builder:
         joint = self.run_passes(joint, Stage.JOINT, dump)
         if dump is not None and joint.fp8.rows:
             dump.attach("fp8.txt", joint.fp8.text())
+        recipe = self.options.precision.fp8
+        if recipe is not None:
+            joint = (watch_module if self.options.optimizer is None else watch_step)(joint, recipe)
         differentiable = () if self.options.optimizer else differentiable_outputs(captured.program, wrt=wrt)
         return BuiltGradient(captured, joint, self._weight(joint, captured.loss_name), dump, differentiable)
 

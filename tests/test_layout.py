@@ -34,8 +34,8 @@ IMPORTS: dict[str, frozenset[str]] = {
     "passes": frozenset({"errors", "operators", "fp8", "ir", "pipeline", "checkpoint", "planner"}),
     "options": frozenset({"errors", "optim", "loss_scale", "precision", "checkpoint", "planner", "pipeline"}),
     "user_files": frozenset({"errors", "pipeline"}),
-    "capture": frozenset({"errors", "ir", "operators", "optim", "loss_scale"}),
-    "execute": frozenset({"errors", "kernels", "ir", "operators", "optim", "loss_scale", "capture"}),
+    "capture": frozenset({"errors", "kernels", "fp8", "ir", "operators", "optim", "loss_scale"}),
+    "execute": frozenset({"errors", "kernels", "fp8", "ir", "operators", "optim", "loss_scale", "capture"}),
     "report": frozenset({"errors", "kernels", "ir", "pipeline", "capture", "execute"}),
     "train": frozenset({"errors", "ir", "execute"}),
     "build": frozenset(
