@@ -210,8 +210,6 @@ class _Rewriter:
         if key not in self.padded:
             shape = self.program.spec(found.codes).shape
             codes = pad_matrix(self.program, reader, found.codes, added, 0.0)
-            scale = pad_scale(
-                self.program, reader, found.scale, found.grid, shape=(shape[0], shape[1]), added=added
-            )
+            scale = pad_scale(self.program, reader, found.scale, found.grid, shape=(shape[0], shape[1]), added=added)
             self.padded[key] = _Quantized(codes, scale, found.grid)
         return self.padded[key]
