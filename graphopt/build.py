@@ -130,6 +130,8 @@ class Builder:
         if dump is not None:
             dump.mark("joint", joint)
         joint = self.run_passes(joint, Stage.JOINT, dump)
+        if dump is not None and joint.fp8.rows:
+            dump.attach("fp8.txt", joint.fp8.text())
         differentiable = () if self.options.optimizer else differentiable_outputs(captured.program, wrt=wrt)
         return BuiltGradient(captured, joint, self._weight(joint, captured.loss_name), dump, differentiable)
 

@@ -21,6 +21,21 @@ _SEPARATORS = ";,|{}"
 """What stands between the parts of a recipe, a pass and a pipeline that are written as text."""
 
 
+@dataclass(frozen=True)
+class ProductFacts:
+    """What ``choose`` is asked about: a product ``[rows, contraction] @ [contraction, columns]`` in the module at the
+    path ``module``. ``role``: "forward", "input gradient" or "weight gradient"; ``weights``: the parameters that it
+    reads, or whose gradient it is.
+    """
+
+    module: str
+    role: str
+    rows: int
+    columns: int
+    contraction: int
+    weights: tuple[str, ...]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
     """What all recipes share. Operands of forward products, activations and weights, are E4M3 everywhere.
@@ -28,11 +43,14 @@ class Recipe:
     ``gradients``: the format of gradients; E4M3 keeps four bits of each number, E5M2 three and a range 2**15 times as
     wide. ``power_of_two``: scales are rounded up to powers of two, so that dividing by them changes no bit but loses up
     to one of the range. ``weight_gradient``: what the weight-gradient products run in; "bf16" reads both operands
-    before they were quantized.
-    ``saved``: what is kept for the backward part in FP8: "none"; "products": what a product of the backward part reads
-    in FP8; "all": also what other operators of the backward part read. ``exclude`` and ``include``: patterns of module
-    paths whose products never or always take part, whatever they cost; ``choose``: a predicate of a product's facts,
-    asked where neither decides. ``target``: the device whose costs count (None: the device that runs).
+    before they were quantized. ``saved``: what is kept for the backward part in FP8: "none"; "products": what a product
+    of the backward part reads in FP8; "all": also what other operators of the backward part read.
+
+    ``exclude`` and ``include``: patterns of module paths, as in ``fnmatch``, whose products never or always take part,
+    whatever they cost; a module below one that is named is named too, and ``exclude`` goes first. ``choose``: a
+    predicate of ProductFacts that decides in the place of costs and places where neither does. ``skip_first`` and
+    ``skip_last``: how many of the repeated layers at either end never take part. ``target``: the class of device whose
+    costs count, such as "H100" (None: the device that runs; on a CPU costs are not counted).
 
     UnsupportedError for a value that a field does not have.
     """
@@ -43,8 +61,10 @@ class Recipe:
     saved: Saved = "all"
     exclude: tuple[str, ...] = ()
     include: tuple[str, ...] = ()
-    choose: Callable[[Any], bool] | None = None
+    choose: Callable[[ProductFacts], bool] | None = None
     target: str | None = None
+    skip_first: int = 0
+    skip_last: int = 0
 
     name: ClassVar[str] = "recipe"
 
@@ -57,8 +77,12 @@ class Recipe:
         _check_choice("saved", self.saved, get_args(Saved))
         for field in ("exclude", "include"):
             object.__setattr__(self, field, _checked_patterns(field, getattr(self, field)))
+        for field in ("skip_first", "skip_last"):
+            count = getattr(self, field)
+            if isinstance(count, bool) or not isinstance(count, int) or count < 0:
+                raise UnsupportedError(f"{field} expects a number of layers from 0 on, came {count!r}")
         if self.choose is not None and not callable(self.choose):
-            raise UnsupportedError(f"choose expects a function of a product's facts, came {self.choose!r}")
+            raise UnsupportedError(f"choose expects a function of ProductFacts, came {self.choose!r}")
         if self.target is not None and (not isinstance(self.target, str) or not self.target):
             raise UnsupportedError(f"target expects the name of a device such as 'H100', came {self.target!r}")
 

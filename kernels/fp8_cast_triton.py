@@ -37,7 +37,13 @@ def tile_place(num_rows, num_columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr)
 
 @triton.jit
 def load_tile(x_ptr, x_row_stride, x_column_stride, rows, columns, mask):
-    return tl.load(x_ptr + rows * x_row_stride + columns * x_column_stride, mask=mask, other=0.0).to(tl.float32)
+    """f32 tile of x; bf16 by a shift, since Triton's interpreter converts its subnormal numbers wrongly."""
+    x = tl.load(x_ptr + rows * x_row_stride + columns * x_column_stride, mask=mask, other=0.0)
+    if x.dtype == tl.bfloat16:
+        wide = (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+    else:
+        wide = x.to(tl.float32)
+    return wide
 
 
 @triton.jit

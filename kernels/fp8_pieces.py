@@ -8,15 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from graphopt.kernels.fp8_format import (
-    Cast,
-    Grid,
-    decode,
-    encode,
-    format_of,
-    group_amax,
-    scale_of,
-)
+from graphopt.kernels.fp8_format import NAN_CODE, Cast, Format, Grid, format_of, grid_shape, scale_of, spread
 
 # Elements of a piece: float32 temporaries of 256 KiB stay in a second-level cache.
 ELEMENTS_OF_A_PIECE = 1 << 16
@@ -54,24 +46,27 @@ def fill(x: Tensor, casts: Sequence[Cast], *, power_of_two: bool) -> None:
     """Fills one or two ``casts`` of x [M,K], not empty; each in the orientation of x."""
     for cast in casts:
         if cast.grid[0] == 0:
-            cast.scale.copy_(scale_of(_amax_over_rows(x, cast.grid), format_of(cast.codes), power_of_two=power_of_two))
+            amax = _amax_over_rows(x, cast.grid)
+            cast.scale.copy_(scale_of(amax, format_of(cast.codes), power_of_two=power_of_two))
     for piece in pieces(x.shape, [cast.grid for cast in casts]):
         values = piece.of(x)
         for cast in casts:
             scale = piece.of_scales(cast.scale, cast.grid)
             if cast.grid[0] != 0:
-                amax = group_amax(values, cast.grid)
-                scale.copy_(scale_of(amax, format_of(cast.codes), power_of_two=power_of_two))
-            piece.of(cast.codes).copy_(encode(values, scale, cast.grid, format_of(cast.codes)))
+                scale.copy_(scale_of(_amax(values, cast.grid), format_of(cast.codes), power_of_two=power_of_two))
+            holds_nan = not _is_finite(scale)
+            piece.of(cast.codes).copy_(_codes(values, scale, cast.grid, format_of(cast.codes), holds_nan=holds_nan))
 
 
 def fill_at_given_scale(x: Tensor, casts: Sequence[Cast]) -> Tensor:
     """The largest magnitude of x [M,K], not empty, f32[]; fills the codes of ``casts``, one or two, at their scale."""
+    scale, grid, format = casts[0].scale, casts[0].grid, format_of(casts[0].codes)
     amax = torch.zeros(1, 1, device=x.device)
-    for piece in pieces(x.shape, [cast.grid for cast in casts]):
+    for piece in pieces(x.shape, [grid]):
         values = piece.of(x)
-        torch.maximum(amax, group_amax(values, (0, 0)), out=amax)
-        codes = encode(values, casts[0].scale, casts[0].grid, format_of(casts[0].codes))
+        here = _amax(values, grid)
+        torch.maximum(amax, here, out=amax)
+        codes = _codes(values, scale, grid, format, holds_nan=not (_is_finite(here) and _is_finite(scale)))
         for cast in casts:
             piece.of(cast.codes).copy_(codes)
     return amax.reshape(())
@@ -82,7 +77,7 @@ def dequantize(codes: Tensor, scale: Tensor, grid: Grid, dtype: torch.dtype) -> 
     values = torch.empty(codes.shape, dtype=dtype, device=codes.device)
     if codes.numel():
         for piece in pieces(codes.shape, [grid]):
-            piece.of(values).copy_(decode(piece.of(codes), piece.of_scales(scale, grid), grid))
+            piece.of(values).copy_(_scaled(piece.of(codes).float(), piece.of_scales(scale, grid), grid))
     return values
 
 
@@ -91,8 +86,51 @@ def _amax_over_rows(x: Tensor, grid: Grid) -> Tensor:
     amax = torch.zeros(1, x.shape[1] if grid[1] == 1 else 1, device=x.device)
     for piece in pieces(x.shape, [grid]):
         here = piece.of_scales(amax, grid)
-        torch.maximum(here, group_amax(piece.of(x), grid), out=here)
+        torch.maximum(here, _amax(piece.of(x), grid), out=here)
     return amax
+
+
+def _amax(values: Tensor, grid: Grid) -> Tensor:
+    """What ``group_amax`` gives, by integers: without their sign the bits of floats are in the order of the values."""
+    integer = torch.int32 if values.dtype == torch.float32 else torch.int16
+    magnitude = values.view(integer) & torch.iinfo(integer).max
+    groups = _grouped(magnitude, grid)
+    if groups is None:
+        num_rows, num_columns = grid_shape(values.shape, grid)
+        padding = (0, num_columns * (grid[1] or 1) - values.shape[1], 0, num_rows * (grid[0] or 1) - values.shape[0])
+        groups = _grouped(torch.nn.functional.pad(magnitude, tuple(max(0, size) for size in padding)), grid)
+    assert groups is not None, f"{grid} does not divide a piece {list(values.shape)} after padding"
+    return groups.amax(1).amax(2).view(values.dtype).float()
+
+
+def _codes(values: Tensor, scale: Tensor, grid: Grid, format: Format, *, holds_nan: bool) -> Tensor:
+    """What ``encode`` gives; to look for NaN takes as long as all the rest, so the caller says if there may be any."""
+    scaled = _scaled(values, 1.0 / scale, grid).clamp_(-format.largest, format.largest)
+    codes = scaled.to(format.dtype)
+    if holds_nan:
+        codes.view(torch.uint8).masked_fill_(scaled.isnan(), NAN_CODE)
+    return codes
+
+
+def _scaled(values: Tensor, factor: Tensor, grid: Grid) -> Tensor:
+    """f32: ``values`` times the factors of their groups."""
+    groups = _grouped(values, grid)
+    if groups is None:
+        return values * spread(factor, grid, values.shape)
+    return (groups * factor[:, None, :, None]).view(values.shape)
+
+
+def _grouped(values: Tensor, grid: Grid) -> Tensor | None:
+    """View [groups, rows of a group, groups, columns of one]; None where ragged groups are at an edge."""
+    (rows, columns), shape = grid, values.shape
+    rows, columns = rows or shape[0], columns or shape[1]
+    if shape[0] % rows or shape[1] % columns:
+        return None
+    return values.reshape(shape[0] // rows, rows, shape[1] // columns, columns)
+
+
+def _is_finite(numbers: Tensor) -> bool:
+    return bool(torch.isfinite(numbers).all())
 
 
 def _groups(elements: slice, size: int) -> slice:

@@ -11,6 +11,7 @@ from graphopt.passes.defer_head_gradient import DeferHeadGradient
 from graphopt.passes.drop_dead import DropDead
 from graphopt.passes.fold_constants import FoldConstants
 from graphopt.passes.fold_identities import FoldIdentities
+from graphopt.passes.fold_quantize import FoldQuantize
 from graphopt.passes.fuse_linear_loss import FuseLinearLoss
 from graphopt.passes.insert_quantize import InsertQuantize
 from graphopt.passes.lower_precision import LowerPrecision
@@ -39,6 +40,7 @@ BY_NAME: Mapping[str, type[Pass]] = {
     "drop-dead": DropDead,
     "fold-constants": FoldConstants,
     "fold-identities": FoldIdentities,
+    "fold-quantize": FoldQuantize,
     "fuse-linear-loss": FuseLinearLoss,
     "insert-quantize": InsertQuantize,
     "lower-precision": LowerPrecision,

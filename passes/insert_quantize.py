@@ -58,6 +58,7 @@ aten = torch.ops.aten
 
 Layouts = Literal["auto", "one", "two"]
 
+_DEFAULT = Tensorwise()
 _RESULTS = (torch.bfloat16, torch.float16)
 
 
@@ -65,12 +66,15 @@ _RESULTS = (torch.bfloat16, torch.float16)
 class InsertQuantize(Pass):
     """See the module's docstring. ``recipe``: a ``graphopt.fp8`` value, its name or its text."""
 
-    recipe: Recipe | str = Tensorwise()
+    recipe: Recipe | str = _DEFAULT
     layouts: Layouts = "auto"
 
     name: ClassVar[str] = "insert-quantize"
     stage: ClassVar[Stage] = Stage.JOINT
     numerics: ClassVar[Numerics] = Numerics.LOSSY
+    tolerance: ClassVar[float | None] = (
+        0.5  # four roundings to E5M2, of 2**-3 each: an operand of each product in a row
+    )
     after: ClassVar[tuple[str, ...]] = ("tag-fp8",)
 
     def __post_init__(self) -> None:

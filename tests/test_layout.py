@@ -29,7 +29,7 @@ IMPORTS: dict[str, frozenset[str]] = {
     "precision": frozenset({"errors", "fp8"}),
     "optim": frozenset({"errors", "ir", "kernels", "operators"}),
     "checkpoint": frozenset({"errors", "ir"}),
-    "planner": frozenset({"errors", "ir", "checkpoint"}),
+    "planner": frozenset({"errors", "kernels", "fp8", "ir", "checkpoint"}),
     "pipeline": frozenset({"errors", "ir", "planner", "precision"}),
     "passes": frozenset({"errors", "operators", "fp8", "ir", "pipeline", "checkpoint", "planner"}),
     "options": frozenset({"errors", "optim", "loss_scale", "precision", "checkpoint", "planner", "pipeline"}),

@@ -12,6 +12,7 @@ from graphopt.passes.defer_head_gradient import DeferHeadGradient
 from graphopt.passes.drop_dead import DropDead
 from graphopt.passes.fold_constants import FoldConstants
 from graphopt.passes.fold_identities import FoldIdentities
+from graphopt.passes.fold_quantize import FoldQuantize
 from graphopt.passes.fuse_linear_loss import FuseLinearLoss
 from graphopt.passes.insert_quantize import InsertQuantize
 from graphopt.passes.lower_precision import LowerPrecision
@@ -81,6 +82,7 @@ def fp8_passes(precision: Precision) -> tuple[Pass, ...]:
     return (
         TagFp8(precision.fp8),  # behind what removes and merges: it counts the products that really run
         InsertQuantize(precision.fp8),  # acts on the tags
+        FoldQuantize(),  # behind it: weights that are stored as FP8 codes are read as they are
         DropDead(),  # copies in bfloat16 that nothing reads any more
     )
 
