@@ -64,7 +64,7 @@ def run(product: Product, support: Fp8Support) -> Tensor:
     if choice is None or choice.implementation not in runs:
         if torch.cuda.is_current_stream_capturing():
             return next(iter(runs.values()))(product)
-        choice = fastest(product, runs, _device_milliseconds, notes=copies(product, support))
+        choice = fastest(product, runs, _median_milliseconds, notes=copies(product, support))
         log.info("%s: %s, %s ms", choice.shapes, choice.implementation, choice.best_milliseconds)
         known[shapes] = choice
         store(_file(product.device), known)
@@ -190,17 +190,21 @@ def _order(codes: Tensor) -> str:
     return "" if codes.stride(1) == 1 else "t"
 
 
-def _device_milliseconds(candidate: Callable[[], Any]) -> float:
-    """Median time of ``candidate`` on the current stream."""
+def device_milliseconds(candidate: Callable[[], Any], rounds: int = TIMED_RUNS) -> tuple[float, ...]:
+    """Times of ``candidate`` on the current CUDA stream, after warming up. Operands that fit stay in the L2 cache."""
     for _ in range(WARM_UP_RUNS):
         candidate()
-    events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(TIMED_RUNS)]
+    events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(rounds)]
     for start, stop in events:
         start.record()
         candidate()
         stop.record()
     torch.cuda.synchronize()
-    return statistics.median(start.elapsed_time(stop) for start, stop in events)
+    return tuple(start.elapsed_time(stop) for start, stop in events)
+
+
+def _median_milliseconds(candidate: Callable[[], Any]) -> float:
+    return statistics.median(device_milliseconds(candidate))
 
 
 @cache

@@ -57,7 +57,8 @@ class Tile:
     flatten: bool = False
 
     def __str__(self) -> str:
-        return f"{self.m}x{self.n}x{self.k}, {self.warps} warps, {self.stages} stages"
+        words = f"{self.m}x{self.n}x{self.k}, {self.warps} warps, {self.stages} stages"
+        return f"{words}, flattened" if self.flatten else words
 
 
 def family_of(support: Fp8Support) -> Family:
