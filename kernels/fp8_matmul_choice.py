@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
@@ -214,5 +215,6 @@ def _choices(device: torch.device) -> dict[str, Choice]:
 
 def _file(device: torch.device) -> Path:
     """The file of this kind of device with these libraries."""
-    name = torch.cuda.get_device_name(device).replace(" ", "-")
-    return cache_folder() / f"fp8-matmul-{name}-torch-{torch.__version__}-triton-{triton.__version__}.json"
+    words = f"{torch.cuda.get_device_name(device)} torch {torch.version.__version__} triton {triton.__version__}"
+    name = re.sub(r"[^\w.+]+", "-", words)
+    return cache_folder() / f"fp8-matmul-{name}.json"
