@@ -7,12 +7,11 @@ import torch
 
 pytest.importorskip("triton")
 
-import triton
 
 from graphopt.kernels import block_adam_triton, block_lion_triton
 from graphopt.kernels.block_update import flat_items
 from graphopt.kernels.launch_triton import Tiling, is_aligned, tile_table
-from tests.support.absent_gpu import CompilingOnly, absent_driver
+from tests.support.absent_gpu import CompilingOnly, pretend_a_gpu
 from tests.support.blocks import adam_scalars, item_of, lion_scalars, options
 
 KERNELS = {
@@ -21,14 +20,9 @@ KERNELS = {
 }
 
 
-@pytest.fixture
-def absent_gpu(monkeypatch):
-    """An H100 as far as compiling is concerned."""
-    monkeypatch.setattr(triton.runtime.driver, "_active", absent_driver(90))
-
-
 @pytest.fixture(params=KERNELS)
-def launched(request, monkeypatch, absent_gpu):
+def launched(request, monkeypatch):
+    pretend_a_gpu(monkeypatch)
     module, name, scalars_of, num_moments = KERNELS[request.param]
     kernel = CompilingOnly(getattr(module, name))
     kernel.kernel.device_caches.clear()

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+import triton
 from triton.backends.compiler import GPUTarget
 
 
@@ -31,3 +33,8 @@ def absent_driver(arch: int) -> SimpleNamespace:
     return SimpleNamespace(
         get_current_device=lambda: "absent", get_current_stream=lambda _: 0, get_current_target=lambda: target
     )
+
+
+def pretend_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From here on there is an H100 as far as compiling is concerned."""
+    monkeypatch.setattr(triton.runtime.driver, "_active", absent_driver(90))
