@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 import torch
 from torch import nn
@@ -46,6 +48,7 @@ def block():
     return joint_program(Block(), batch())
 
 
+@cache
 def inserted(program, **options):
     return run_pass(InsertQuantize(**options), tagged(program))
 
@@ -173,6 +176,12 @@ def test_two_layouts_change_no_bit(block, recipe):
     inputs = [torch.randn(entry.spec.shape) for entry in block.signature.inputs]
     one, two = (inserted(block, recipe=recipe, layouts=layouts)[0].run(inputs) for layouts in ("one", "two"))
     assert all(map(torch.equal, one, two))
+
+
+@pytest.mark.parametrize(("target", "is_two"), [("H100", True), ("L4", True), ("B200", False)])
+def test_the_target_says_how_many_layouts_there_are(block, target, is_two):
+    after, _ = inserted(block, recipe=Tensorwise(target=target))
+    assert bool(calls(after, QUANTIZE_BOTH)) is is_two
 
 
 def test_on_a_cpu_one_layout_is_enough(block):
