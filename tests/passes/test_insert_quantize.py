@@ -191,14 +191,14 @@ def test_on_a_cpu_one_layout_is_enough(block):
 # ---- padding ---------------------------------------------------------------------------------------------------------
 
 
+@cache
 def odd_program():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(18, 34), nn.Tanh(), nn.Linear(34, 10))
     return joint_program(model, {"input": torch.randn(5, 18)}, loss=lambda out, batch: out.square().mean())
 
 
-@pytest.mark.parametrize("layouts", ["one", "two"])
-@pytest.mark.parametrize("recipe", DYNAMIC)
+@pytest.mark.parametrize(("recipe", "layouts"), [("tensorwise", "two"), ("rowwise", "one"), ("blockwise", "two")])
 def test_a_padded_product_gives_what_the_unpadded_one_gives(recipe, layouts):
     program = odd_program()
     inputs = [torch.randn(entry.spec.shape) for entry in program.signature.inputs]
