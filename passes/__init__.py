@@ -14,6 +14,7 @@ from graphopt.passes.fold_identities import FoldIdentities
 from graphopt.passes.fold_quantize import FoldQuantize
 from graphopt.passes.fuse_linear_loss import FuseLinearLoss
 from graphopt.passes.insert_quantize import InsertQuantize
+from graphopt.passes.keep_quantized import KeepQuantized
 from graphopt.passes.lower_precision import LowerPrecision
 from graphopt.passes.merge_loss_gradient import MergeLossGradient
 from graphopt.passes.offload import Offload
@@ -44,6 +45,7 @@ BY_NAME: Mapping[str, type[Pass]] = {
     "fold-quantize": FoldQuantize,
     "fuse-linear-loss": FuseLinearLoss,
     "insert-quantize": InsertQuantize,
+    "keep-quantized": KeepQuantized,
     "lower-precision": LowerPrecision,
     "merge-loss-gradient": MergeLossGradient,
     "offload": Offload,

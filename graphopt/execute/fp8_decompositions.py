@@ -1,7 +1,10 @@
 """FP8 casts as ATen operators, so that Inductor fuses them into what makes and what reads their operands.
 
-The bits are those of the operators (``graphopt.kernels.fp8_format``), written without writes into memory. The product of
-quantized matrices is not taken apart: it is a kernel, or its emulation.
+The bits are those of the operators (``graphopt.kernels.fp8_format``), in a form that writes into no memory. The product
+of quantized matrices is not taken apart: it is a kernel, or its emulation.
+
+The largest value is found in float32: torch 2.13's C++ backend cannot reduce bfloat16 while it keeps its roundings. Each
+reader converts for itself, so that what is kept between the two sweeps over a value, if anything, has two bytes.
 """
 
 from __future__ import annotations
@@ -52,9 +55,8 @@ def _has_whole_blocks(node: fx.Node) -> bool:
 
 def _quantize(x: Tensor, format: str, block: Sequence[int], power_of_two: bool) -> tuple[Tensor, Tensor]:
     kind, grid = format_named(format), _grid(block, x)
-    wide = x.to(torch.float32)
-    scale = scale_of(group_amax(wide, grid), kind, power_of_two=power_of_two)
-    return _encode(wide, scale, grid, kind), scale
+    scale = scale_of(group_amax(x.to(torch.float32), grid), kind, power_of_two=power_of_two)
+    return _encode(x, scale, grid, kind), scale
 
 
 def _quantize_transposed(x: Tensor, format: str, block: Sequence[int], power_of_two: bool) -> tuple[Tensor, Tensor]:
@@ -70,8 +72,7 @@ def _quantize_both(
 
 
 def _quantize_delayed(x: Tensor, scale: Tensor, format: str) -> tuple[Tensor, Tensor]:
-    wide = x.to(torch.float32)
-    return _encode(wide, scale, _ONE_SCALE, format_named(format)), group_amax(wide, _ONE_SCALE).reshape(())
+    return _encode(x, scale, _ONE_SCALE, format_named(format)), group_amax(x.to(torch.float32), _ONE_SCALE).reshape(())
 
 
 def _quantize_delayed_both(x: Tensor, scale: Tensor, format: str) -> tuple[Tensor, Tensor, Tensor]:
@@ -94,10 +95,10 @@ FP8_DECOMPOSITIONS: Mapping[Any, Callable[..., Any]] = {
 
 
 def _encode(x: Tensor, scale: Tensor, grid: Grid, format: Format) -> Tensor:
-    """The codes of x f32[M,K]; NaN becomes the NaN without a sign."""
-    scaled = x * spread(1.0 / scale, grid, x.shape)
+    """The codes of x [M,K]; NaN becomes the NaN without a sign."""
+    scaled = x.to(torch.float32) * spread(1.0 / scale, grid, x.shape)
     within = scaled.clamp(-format.largest, format.largest)
-    return torch.where(scaled.isnan(), torch.full_like(scaled, torch.nan), within).to(format.dtype)
+    return torch.where(scaled != scaled, torch.full_like(scaled, torch.nan), within).to(format.dtype)
 
 
 def _turned(matrix: Tensor) -> Tensor:
@@ -106,5 +107,5 @@ def _turned(matrix: Tensor) -> Tensor:
 
 def _grid(block: Sequence[int], matrix: Tensor) -> Grid:
     """``block`` with 0, the whole extent, for a size that no group of ``matrix`` fills."""
-    rows, columns = (0 if size >= extent else size for size, extent in zip(block, matrix.shape, strict=True))
+    rows, columns = (0 if size >= extent > 0 else size for size, extent in zip(block, matrix.shape, strict=True))
     return rows, columns

@@ -40,8 +40,8 @@ _SETTINGS = {
 }
 
 _SETTINGS_WITH_CODES = {
-    # What is quantized is rounded to two bytes first, wherever the plan rounds: a difference in the eighth bit would move
-    # a scale, and with it every code. So codes are those of the operators, and a value that is kept is what they stand for.
+    # What is quantized is rounded to two bytes first, wherever the plan rounds: a difference in the eighth bit would
+    # move a scale, and with it every code. So codes are the operators', and a kept value is the one they stand for.
     "emulate_precision_casts": True,
 }
 

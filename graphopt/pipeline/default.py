@@ -15,6 +15,7 @@ from graphopt.passes.fold_identities import FoldIdentities
 from graphopt.passes.fold_quantize import FoldQuantize
 from graphopt.passes.fuse_linear_loss import FuseLinearLoss
 from graphopt.passes.insert_quantize import InsertQuantize
+from graphopt.passes.keep_quantized import KeepQuantized
 from graphopt.passes.lower_precision import LowerPrecision
 from graphopt.passes.merge_loss_gradient import MergeLossGradient
 from graphopt.passes.offload import Offload
@@ -84,6 +85,7 @@ def fp8_passes(precision: Precision) -> tuple[Pass, ...]:
         TagFp8(precision.fp8),  # behind what removes and merges: it counts the products that really run
         InsertQuantize(precision.fp8),  # acts on the tags
         FoldQuantize(),  # behind it: weights that are stored as FP8 codes are read as they are
+        KeepQuantized(precision.fp8),  # knows which codes products read; before anything is dropped for memory
         DropDead(),  # copies in bfloat16 that nothing reads any more
     )
 
@@ -158,3 +160,8 @@ def with_less_room(pipeline: Pipeline, *, reserved_bytes: int, margin_bytes: int
             for item in pipeline
         )
     )
+
+
+def with_micro_steps(pipeline: Pipeline, count: int) -> Pipeline:
+    """``pipeline`` for steps whose weights serve ``count`` micro-batches."""
+    return Pipeline(tuple(replace(item, micro_steps=count) if isinstance(item, TagFp8) else item for item in pipeline))
