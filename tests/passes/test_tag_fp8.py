@@ -19,6 +19,7 @@ from graphopt.ir.fp8_table import Fp8Row, Fp8Table
 from graphopt.passes.tag_fp8 import TagFp8
 from graphopt.pipeline.pass_base import Changes
 from graphopt.planner.fp8_decide import decide_products
+from graphopt.planner.fp8_rules import check_patterns
 from graphopt.precision import Precision
 from tests.support.graphs import run_pass
 from tests.support.models import TINY_MODELS
@@ -132,21 +133,24 @@ def test_a_program_that_is_tagged_is_left():
     assert program.fp8 == once and once.recipe == "rowwise"
 
 
-def test_convolutions_and_recurrent_layers_have_rows():
+def test_convolutions_recurrent_layers_and_batched_weights_have_rows():
     class Mixed(nn.Module):
         def __init__(self):
             super().__init__()
             self.conv, self.lstm, self.mv = nn.Conv1d(8, 16, 3), nn.LSTM(16, 16), nn.Parameter(torch.randn(16))
+            self.batched = nn.Parameter(torch.randn(8, 16, 32))
 
         def forward(self, x):
             x, _ = self.lstm(self.conv(x).permute(2, 0, 1))
-            return {"loss": (x.flatten(0, 1) @ self.mv).square().mean()}
+            return {"loss": (x.flatten(0, 1) @ self.mv).square().mean() + (x @ self.batched).square().mean()}
 
     found = table(Mixed(), {"x": torch.randn(2, 8, 10)})
     reasons = {row.operator.rpartition(".")[0]: row.reason for row in found.rows}
     assert reasons["aten.convolution"] == reasons["aten.convolution_backward"] == "convolution: not supported yet"
     assert reasons["graphopt.lstm_layer"].startswith("recurrent layer") and "in a form" in reasons["aten.mv"]
-    assert next(row.shape for row in found.rows) == "16 x 16 x 24"
+    batched = [row for row in found.rows if row.operator == "aten.bmm.default"]
+    assert len(batched) == 3 and all(row.reason == "batched product with weights: not supported yet" for row in batched)
+    assert found.rows[0].shape == "16 x 16 x 24" and batched[0].shape == "8 of 2 x 32 x 16"
 
 
 @pytest.mark.slow
@@ -179,20 +183,6 @@ def test_products_of_two_activations_and_their_gradients_are_not_taken_for_those
     others = [row for row in found.rows if row.module not in ("q", "k")]
     assert [row.role for row in others] == ["other"] * 3
     assert all("two activations" in row.reason for row in others) and len(found.eligible) == 4
-
-
-def test_a_batched_product_with_weights_is_told_from_one_of_activations():
-    class Batched(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight = nn.Parameter(torch.randn(2, 32, 16))
-
-        def forward(self, x):
-            return {"loss": (x.tanh() @ self.weight).square().mean()}
-
-    rows = table(Batched(), {"x": torch.randn(2, 16, 32)}).rows
-    assert rows and all(row.reason == "batched product with weights: not supported yet" for row in rows)
-    assert rows[0].shape == "2 of 16 x 16 x 32"
 
 
 def test_the_fused_loss_has_rows_for_its_three_products():
@@ -267,20 +257,31 @@ def test_a_sigmoid_gate_of_a_wide_layer_is_no_router():
 # ---- sizes -----------------------------------------------------------------------------------------------------------
 
 
-def single(columns: int, out: int, tokens: int, recipe="tensorwise", **options) -> dict[str, Fp8Row]:
-    class One(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.shift, self.layer = nn.Parameter(torch.zeros(columns)), nn.Linear(columns, out)
+class Sides(nn.Module):
+    """A layer for each of ``sizes`` (tokens, inputs, outputs), side by side, each with all three products."""
 
-        def forward(self, x):
-            return {"loss": self.layer(x + self.shift).square().mean()}
+    def __init__(self, *sizes: tuple[int, int, int]) -> None:
+        super().__init__()
+        self.sizes = sizes
+        self.shifts = nn.ParameterList(torch.zeros(read) for _, read, _ in sizes)
+        for number, (_, read, written) in enumerate(sizes):
+            setattr(self, f"layer{number}", nn.Linear(read, written))
 
-    return of_layer(table(One(), {"x": torch.randn(tokens, columns)}, recipe, **options), "layer")
+    def forward(self, x):
+        parts = ((x[:tokens, :read], number) for number, (tokens, read, _) in enumerate(self.sizes))
+        results = (getattr(self, f"layer{number}")(part + self.shifts[number]) for part, number in parts)
+        return {"loss": sum(result.square().mean() for result in results)}
+
+
+@cache
+def sides() -> tuple[dict[str, Fp8Row], ...]:
+    sizes = ((16, 32, 97), (16, 32, 2), (16, 18, 10), (1, 32, 48), (5, 32, 48), (125, 32, 48))
+    found = table(Sides(*sizes), {"x": torch.randn(125, 32)})
+    return tuple(of_layer(found, f"layer{number}") for number in range(len(sizes)))
 
 
 def test_a_size_that_is_no_multiple_of_16_is_padded_where_that_is_little_work():
-    rows = single(32, 97, 16)
+    rows = sides()[0]
     assert all(row.is_fp8 for row in rows.values()) and set(rows) == set(ROLES)
     # 97 is columns of the forward product, contraction of the input gradient, and rows of the weight gradient.
     assert [rows[role].pad for role in ROLES] == [(0, 15, 0), (0, 0, 15), (0, 0, 0)]
@@ -288,9 +289,9 @@ def test_a_size_that_is_no_multiple_of_16_is_padded_where_that_is_little_work():
     assert "output features 97 to 112, the next multiple of 16: 15% more work" in rows["forward"].reason
 
 
-@pytest.mark.parametrize(("columns", "out"), [(32, 2), (18, 10)])
-def test_padding_that_does_not_pay_falls_back(columns, out):
-    rows = single(columns, out, 16)
+@pytest.mark.parametrize(("position", "out"), [(1, 2), (2, 10)])
+def test_padding_that_does_not_pay_falls_back(position, out):
+    rows = sides()[position]
     for role in ("forward", "input gradient"):
         assert not rows[role].is_fp8 and rows[role].pad == (0, 0, 0)
         assert rows[role].reason.startswith("padding does not pay") and "at most 25%" in rows[role].reason
@@ -298,11 +299,11 @@ def test_padding_that_does_not_pay_falls_back(columns, out):
 
 
 def test_few_tokens_are_the_contraction_of_the_weight_gradient_alone():
-    for tokens in (1, 5):
-        rows = single(32, 48, tokens)
+    for position, tokens in ((3, 1), (4, 5)):
+        rows = sides()[position]
         assert rows["forward"].is_fp8 and rows["input gradient"].is_fp8
         assert not rows["weight gradient"].is_fp8 and f"tokens {tokens} to 16" in rows["weight gradient"].reason
-    assert single(32, 48, 125)["weight gradient"].pad == (0, 0, 3)
+    assert sides()[5]["weight gradient"].pad == (0, 0, 3)
 
 
 def test_a_size_is_named_by_what_it_is_where_weights_lie_the_other_way():
@@ -376,8 +377,11 @@ def test_a_pattern_of_no_product_is_an_error_with_close_names(option):
         block_table(Tensorwise(**{option: ("worm",)}))
     with pytest.raises(UnsupportedError, match=r"came 'norm', which no module with a matrix product matches"):
         block_table(Tensorwise(**{option: ("norm",)}))
-    with pytest.raises(UnsupportedError, match=r"there are \*\.1"):
-        table(Layers(32, 32, 32), {"x": torch.randn(16, 32)}, Tensorwise(**{option: ("1",)}))
+
+
+def test_a_pattern_that_lacks_the_path_before_it_is_told_how_to_write_it():
+    with pytest.raises(UnsupportedError, match=r"there are \*\.wo"):
+        check_patterns("exclude", ("wo",), ("layers.0.wo", "layers.1.word"))
 
 
 def test_a_predicate_decides_in_the_place_of_places_and_not_of_names():
