@@ -512,3 +512,18 @@ def test_explain_the_report_and_the_dump_say_it(tmp_path):
     assert dumped.read_text() == report.fp8.text()
     (record,) = [record for record in report.records if record.name == "tag-fp8"]
     assert len(record.refusals) == len(report.fp8.rows) - len(report.fp8.eligible)
+
+
+def test_a_model_whose_constants_have_no_values_is_refused():
+    class Masked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(16, 16)
+
+        def forward(self, x):
+            return {"loss": (self.layer(x) * torch.tensor([0.0] * 8 + [1.0] * 8, device=x.device)).square().mean()}
+
+    with torch.device("meta"):
+        model, x = Masked(), torch.randn(16, 16)
+    with pytest.raises(UnsupportedError, match=r"on the meta device.* build the model on the CPU"):
+        table(model, {"x": x})
