@@ -121,7 +121,7 @@ class OperandKinds:
     def operand(self, node: fx.Node) -> Operand:
         """``node`` as a product reads it."""
         base, is_transposed = node, False
-        while _is_transposition(base):
+        while is_transposition(base):
             base, is_transposed = base.all_input_nodes[0], not is_transposed
         kind = self.of(base)
         source = base
@@ -138,7 +138,8 @@ def _reached(program: Program, sources: Iterable[fx.Node]) -> Set[fx.Node]:
     return found
 
 
-def _is_transposition(node: fx.Node) -> bool:
+def is_transposition(node: fx.Node) -> bool:
+    """Whether ``node`` is the transpose of a matrix."""
     if not ops.is_call(node, *_TRANSPOSITIONS):
         return False
     source: Any = node.all_input_nodes[0]
