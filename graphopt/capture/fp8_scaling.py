@@ -89,6 +89,13 @@ def watch_module(joint: Program, recipe: Recipe) -> Program:
     return program
 
 
+def weight_amax(program: Program) -> fx.Node:
+    """f32[T], computed from weights alone: what ``watch_step`` has reported of them, which comes first."""
+    amax = program.output_named(FP8_AMAX)
+    is_joined = ops.is_call(amax, aten.cat.default)
+    return amax.args[0][0] if is_joined else amax  # type: ignore[no-any-return]
+
+
 def append_history(program: Program, emit: Emit, gate: fx.Node) -> None:
     """Let what was seen enter the histories of ``program`` if ``gate`` f32[] is 0; nothing enters if it is NaN."""
     watch = program.fp8.watch

@@ -29,6 +29,11 @@ HELD_WEIGHT = "fp8_weight"
 """State ``fp8_weight.<n>``: codes and scales of weights that were quantized when a window was opened."""
 
 
+def is_fp8_state(name: str) -> bool:
+    """Whether the state ``name`` is a history, scales from one, evidence, or a weight that is held in FP8."""
+    return name in (WINDOW_EVIDENCE, HISTORY, WEIGHT_HISTORY, SCALES) or name.startswith(f"{HELD_WEIGHT}.")
+
+
 @dataclass(frozen=True)
 class Fp8Watch:
     """The tensors that a program looks at when it quantizes them: module path and role, such as "mlp.up.input".
