@@ -85,7 +85,8 @@ def watch_module(joint: Program, recipe: Recipe) -> Program:
         if members:
             _add_output(program, _stacked(program, [seen[tensor.name] for tensor in members]), name)
     names = tuple(tensor.name for tensor in late)
-    program.fp8 = replace(program.fp8, watch=Fp8Watch(names, delayed=names))
+    formats = tuple(tensor.format for tensor in late)
+    program.fp8 = replace(program.fp8, watch=Fp8Watch(names, delayed=names, formats=formats))
     return program
 
 

@@ -39,12 +39,13 @@ class Fp8Watch:
     """The tensors that a program looks at when it quantizes them: module path and role, such as "mlp.up.input".
 
     ``reported``: for each number of FP8_AMAX, and then of FP8_AMAX_BACKWARD. ``delayed``, ``delayed_weights``: for each
-    row of HISTORY (or number of SCALES) and of WEIGHT_HISTORY.
+    row of HISTORY (or number of SCALES) and of WEIGHT_HISTORY. ``formats``: for each number of SCALES.
     """
 
     reported: tuple[str, ...] = ()
     delayed: tuple[str, ...] = ()
     delayed_weights: tuple[str, ...] = ()
+    formats: tuple[str, ...] = ()
 
 
 NOTHING_WATCHED = Fp8Watch()

@@ -13,6 +13,7 @@ from torch import nn
 import graphopt
 from graphopt import LossScale, checkpoint, fp8, optim
 from graphopt.errors import StateError
+from graphopt.ir.decisions import Action
 from graphopt.operators.fp8_history import history_scales
 from tests.support.fp8_state import (
     RECIPES,
@@ -169,11 +170,11 @@ def test_ten_in_a_row_are_warned_about(caplog):
 
 
 @cache
-def trained(*, accumulate=1, **options):
-    """Losses, and the step, after 5 growing batches with an evaluation between them."""
+def trained(*, rows=16, accumulate=1, **options):
+    """Losses, and the step, after 5 growing batches of ``rows`` with an evaluation between them."""
     step = fp8_step(DELAYED, accumulate=accumulate, **options)
     losses = []
-    for batch in batches(5):
+    for batch in batches(5, rows=rows):
         for _ in range(accumulate):
             losses.append(step(**batch).loss.item())
         before = history_of(step)
@@ -188,17 +189,19 @@ def trained(*, accumulate=1, **options):
         {"checkpoint": checkpoint.EveryN(1)},
         pytest.param({"checkpoint": checkpoint.SqrtN()}, marks=pytest.mark.slow),
         pytest.param({"checkpoint": checkpoint.Offload()}, marks=pytest.mark.slow),
-        pytest.param({"memory": Fraction(98, 100)}, marks=pytest.mark.slow),
+        pytest.param({"memory": Fraction(95, 100), "rows": 512}, marks=pytest.mark.slow),
     ],
     ids=["every", "sqrt", "offload", "budget"],
 )
 def test_recompute_gives_the_same_bits_and_moves_the_history_once(policy):
-    losses, plain = trained()
+    rows = policy.get("rows", 16)
+    losses, plain = trained(rows=rows)
     again, step = trained(**policy)
     assert losses == again
+    assert any(row.action in (Action.RECOMPUTE, Action.OFFLOAD) for row in step.program.decisions.rows)
     assert same(remembered(plain), remembered(step))
     assert set(history_of(step)) == TENSORS
-    largest = [batch["x"].to(torch.bfloat16).abs().max().item() for batch in batches(5)]
+    largest = [batch["x"].to(torch.bfloat16).abs().max().item() for batch in batches(5, rows=rows)]
     assert history_of(step)["layers.0.input"] == largest[:0:-1]
 
 

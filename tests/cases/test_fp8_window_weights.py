@@ -76,7 +76,8 @@ def test_delayed_weights_enter_the_history_once_a_window(monkeypatch):
     losses = [step(**batch).loss.item() for batch in batches(6)]
     run_each_time(monkeypatch)
     reference = fp8_step(DELAYED, accumulate=2)
-    expected = []
+    expected: list[float] = []
+    rows: dict[str, torch.Tensor] = {}
     for position, batch in enumerate(batches(6)):
         if position % 2:
             history = reference.state.fp8.history
