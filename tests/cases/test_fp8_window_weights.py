@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from graphopt import optim
-from tests.support.fp8_state import RECIPES, batches, fp8_step, history_of, remembered, restart, start_of
+from tests.support.fp8_state import RECIPES, batches, fp8_step, fresh_step, history_of, remembered, restart, start_of
 from tests.support.scaling import same
 
 DELAYED = RECIPES["delayed"]
@@ -39,11 +38,15 @@ def run_each_time(monkeypatch):
 
 @pytest.mark.parametrize(
     ("recipe", "grids"),
-    [("tensorwise", 1), ("delayed", 1), pytest.param("rowwise", 2, marks=pytest.mark.slow)],
+    [
+        ("delayed", 1),
+        pytest.param("tensorwise", 1, marks=pytest.mark.slow),
+        pytest.param("rowwise", 2, marks=pytest.mark.slow),
+    ],
 )
 def test_weights_are_quantized_once_a_window_for_each_grid(recipe, grids):
     """The first layer has no input gradient, which is what reads the second grid."""
-    step = fp8_step(RECIPES[recipe], accumulate=3)
+    step = fresh_step(RECIPES[recipe], accumulate=3)
     step(**batches(1)[0])
     step.flush()
     with CountQuantized(step.model.named_parameters()) as count:
@@ -70,6 +73,7 @@ def test_a_window_is_bit_equal_to_quantizing_each_time(recipe, monkeypatch):
     assert same(state, expected)
 
 
+@pytest.mark.slow
 def test_delayed_weights_enter_the_history_once_a_window(monkeypatch):
     """Reference: micro-steps that quantize weights each time, with the history set back within the window."""
     step = fp8_step(DELAYED, accumulate=2)
@@ -91,7 +95,7 @@ def test_delayed_weights_enter_the_history_once_a_window(monkeypatch):
 
 
 def test_a_parameter_written_within_a_window_is_quantized_again():
-    step = fp8_step(RECIPES["tensorwise"], accumulate=2, optimizer=optim.SGD(lr=0.0))
+    step = fresh_step(RECIPES["tensorwise"], accumulate=2)
     start = start_of(step)
     batch = batches(1)[0]
     losses = []
@@ -113,7 +117,7 @@ def _double(step) -> None:
 
 
 def test_a_window_that_is_saved_goes_on_with_its_weights():
-    step = fp8_step(DELAYED, accumulate=3)
+    step = fresh_step(DELAYED, accumulate=3)
     inputs = batches(6)
     for batch in inputs[:5]:
         step(**batch)
@@ -125,13 +129,14 @@ def test_a_window_that_is_saved_goes_on_with_its_weights():
 
 
 def test_held_weights_are_counted_in_the_plan_and_the_report():
-    step = fp8_step(RECIPES["tensorwise"], accumulate=2)
+    step = fresh_step(RECIPES["tensorwise"], accumulate=2)
     step(**batches(1)[0])
     held = step.state.fp8.weights.nbytes
     assert held == 2 * (32 * 32 + 4) + 2 * 4  # codes and scales, and a number of each that says whether it is finite
     assert step.report().memory.fp8_state == held + 4
 
 
+@pytest.mark.slow
 def test_batches_of_two_shapes_share_what_is_held():
     step = fp8_step(DELAYED, accumulate=2)
     step(**batches(1, rows=16)[0])
@@ -141,6 +146,6 @@ def test_batches_of_two_shapes_share_what_is_held():
 
 
 def test_nothing_is_held_where_each_micro_batch_is_an_update():
-    step = fp8_step(RECIPES["tensorwise"])
+    step = fresh_step(RECIPES["tensorwise"])
     step(**batches(1)[0])
     assert step.state.fp8.weights.nbytes == 0 and not step.builder._weight_programs
