@@ -1,7 +1,7 @@
 """Recipes of FP8 training: how operands of matrix products are scaled, in which formats, and which products take part.
 
-``precision="fp8"`` is ``Precision(compute="fp8", fp8=Tensorwise())``; a recipe may be given in its place. A recipe prints
-as text, ``rowwise;gradients=e5m2;exclude=lm_head|*.gate``, and ``recipe_of`` reads that back.
+``precision="fp8"`` is ``Precision(compute="fp8", fp8=Tensorwise())``; a recipe may be given in its place. A recipe
+prints as text, ``rowwise;gradients=e5m2;exclude=lm_head|*.gate``, and ``recipe_of`` reads that back.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ Format = Literal["e4m3", "e5m2"]
 WeightGradient = Literal["fp8", "bf16"]
 Saved = Literal["none", "products", "all"]
 History = Literal["max", "most_recent"]
+Decides = Literal["auto", "host", "device"]
 
 _SEPARATORS = ";,|{}"
 """What stands between the parts of a recipe, a pass and a pipeline that are written as text."""
@@ -50,7 +51,8 @@ class Recipe:
     whatever they cost; a module below one that is named is named too, and ``exclude`` goes first. ``choose``: a
     predicate of ProductFacts that decides in the place of costs and places where neither does. ``skip_first`` and
     ``skip_last``: how many of the repeated layers at either end never take part. ``target``: the class of device whose
-    costs count, such as "H100" (None: the device that runs; on a CPU costs are not counted).
+    costs count, such as "H100" (None: the device that runs; on a CPU costs are not counted). ``decides``: where it is
+    decided whether a step is skipped because of Inf or NaN, unless a ``LossScale`` says so.
 
     UnsupportedError for a value that a field does not have.
     """
@@ -65,8 +67,11 @@ class Recipe:
     target: str | None = None
     skip_first: int = 0
     skip_last: int = 0
+    decides: Decides = "auto"
 
     name: ClassVar[str] = "recipe"
+    has_state: ClassVar[bool] = False
+    """Whether scales depend on earlier micro-steps."""
 
     def __post_init__(self) -> None:
         if type(self) is Recipe:
@@ -75,6 +80,7 @@ class Recipe:
         _check_choice("power_of_two", self.power_of_two, (True, False))
         _check_choice("weight_gradient", self.weight_gradient, get_args(WeightGradient))
         _check_choice("saved", self.saved, get_args(Saved))
+        _check_choice("decides", self.decides, get_args(Decides))
         for field in ("exclude", "include"):
             object.__setattr__(self, field, _checked_patterns(field, getattr(self, field)))
         for field in ("skip_first", "skip_last"):
@@ -140,6 +146,7 @@ class Delayed(Recipe):
     margin: int = 0
     algo: History = "max"
     name: ClassVar[str] = "delayed"
+    has_state: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -1,8 +1,9 @@
 """A matrix to FP8 codes and scales, as it lies, transposed, or both in one reading; and back.
 
-Formula and reference are in ``fp8_format``; what stands here gives its bits: by Triton for CUDA, elsewhere in plain
-torch on bounded pieces (``fp8_pieces``). x [M,K] is f32, bf16 or f16 and may lie in any way; codes and scales are
-contiguous. Formats and grids that are not in use raise ValueError, other dtypes of x TypeError.
+Formula and reference are in ``fp8_format``; what stands here gives its bits: by Triton for CUDA, compiled on a CPU
+(``fp8_compiled``), elsewhere in plain torch on bounded pieces (``fp8_pieces``). x [M,K] is f32, bf16 or f16 and may lie
+in any way; codes and scales are contiguous. Formats and grids that are not in use raise ValueError, other dtypes of x
+TypeError.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from graphopt.kernels import fp8_pieces
+from graphopt.kernels import fp8_compiled, fp8_pieces
 from graphopt.kernels.fp8_format import Cast, Grid, check_grid, format_named, format_of, grid_shape
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -66,7 +67,10 @@ def dequantize(codes: Tensor, scale: Tensor, grid: Grid, dtype: torch.dtype) -> 
         from graphopt.kernels import fp8_dequantize_triton  # Triton exists on Linux alone
 
         return fp8_dequantize_triton.dequantize(codes, scale, grid, dtype)
-    return fp8_pieces.dequantize(codes, scale, grid, dtype)
+    values = torch.empty(codes.shape, dtype=dtype, device=codes.device)
+    if codes.numel() and not fp8_compiled.dequantize(codes, scale, grid, values):
+        fp8_pieces.dequantize(codes, scale, grid, values)
+    return values
 
 
 def _fill(x: Tensor, casts: Sequence[Cast], *, power_of_two: bool) -> None:
@@ -79,19 +83,22 @@ def _fill(x: Tensor, casts: Sequence[Cast], *, power_of_two: bool) -> None:
         from graphopt.kernels import fp8_launch_triton  # Triton exists on Linux alone
 
         fp8_launch_triton.fill(x, casts, power_of_two=power_of_two)
-    else:
+    elif not fp8_compiled.fill(x, casts, power_of_two=power_of_two):
         fp8_pieces.fill(x, casts, power_of_two=power_of_two)
 
 
 def _fill_at_given_scale(x: Tensor, casts: Sequence[Cast]) -> Tensor:
+    amax = torch.zeros((), device=x.device)
     if not x.numel():
-        return torch.zeros((), device=x.device)
+        return amax
     x, casts = _with_contiguous_rows(x, casts)
     if x.is_cuda:
         from graphopt.kernels import fp8_launch_triton  # Triton exists on Linux alone
 
         return fp8_launch_triton.fill_at_given_scale(x, casts).reshape(())
-    return fp8_pieces.fill_at_given_scale(x, casts)
+    if not fp8_compiled.fill_at_given_scale(x, casts, amax):
+        fp8_pieces.fill_at_given_scale(x, casts, amax)
+    return amax
 
 
 def _with_contiguous_rows(x: Tensor, casts: Sequence[Cast]) -> tuple[Tensor, Sequence[Cast]]:

@@ -11,7 +11,7 @@ from graphopt.kernels.block_maps_triton import nearest_bfloat16
 from graphopt.kernels.fp8_bits_triton import FORMATS, decode
 from graphopt.kernels.fp8_cast_triton import tile_place
 from graphopt.kernels.fp8_format import Grid, format_of
-from graphopt.kernels.launch_triton import on_device
+from graphopt.kernels.launch_triton import on_device, options_for
 
 # 16 bytes of codes for each thread of 4 warps, twice; a divisor of every size of a group.
 ROWS, COLUMNS, WARPS = 32, 128, 4
@@ -76,8 +76,7 @@ def dequantize(codes: Tensor, scale: Tensor, grid: Grid, dtype: torch.dtype) -> 
             *codes.stride(),
             *scale.stride(),
             **dequantize_constants(grid, format_of(codes).name),
-            num_warps=WARPS,
-            enable_fp_fusion=False,
+            **options_for(WARPS),
         )
     return values
 

@@ -22,7 +22,8 @@ from graphopt.kernels.fp8_cast_triton import (
     cast_kernel,
 )
 from graphopt.kernels.fp8_format import Cast, Grid, format_of
-from graphopt.kernels.launch_triton import on_device
+from graphopt.kernels.fp8_support import support_on
+from graphopt.kernels.launch_triton import on_device, options_for
 
 # The sides of a tile: a group of 128, and lines of 128 bytes of codes, whether rows or columns are contiguous.
 SIDE = 128
@@ -34,8 +35,6 @@ ELEMENTS_OF_A_ROW_TILE = 4096
 # What a thread has under way at once: 4 words of 16 bytes in bfloat16, 2 of codes.
 ELEMENTS_OF_A_THREAD = 32
 FEWEST_WARPS = 4
-# From this compute capability on there is an instruction that converts to FP8.
-FIRST_WITH_CONVERSION = (8, 9)
 
 
 @dataclass(frozen=True)
@@ -110,8 +109,7 @@ def _amax_of(x: Tensor, wanted: Sequence[int]) -> dict[int, Tensor]:
             *x.shape,
             *x.stride(),
             **amax_constants(tile, wanted),
-            num_warps=tile.warps,
-            enable_fp_fusion=False,
+            **options_for(tile.warps),
         )
     return amax
 
@@ -133,6 +131,7 @@ def _launch(
     if len(casts) == 1:
         pointers += [x, x, x]
         strides += [0, 0, 0, 0]
+    converts = has_conversion(x.device)
     with on_device(x.device):
         cast_kernel[(tile.num_programs(x.shape),)](
             x,
@@ -143,9 +142,8 @@ def _launch(
             **cast_constants(tile, scalings),
             FORMAT=FORMATS.index(format_of(casts[0].codes).name),
             POWER_OF_TWO=power_of_two,
-            HARDWARE=has_conversion(x.device),
-            num_warps=tile.warps,
-            enable_fp_fusion=False,
+            HARDWARE=converts,
+            **cast_options(tile, converts=converts),
         )
 
 
@@ -171,8 +169,13 @@ def cast_constants(tile: Tile, scalings: Sequence[Scaling]) -> dict[str, int]:
     }
 
 
+def cast_options(tile: Tile, *, converts: bool) -> dict[str, int | bool]:
+    """How a cast is compiled. The integers that stand in for a conversion take the registers that ptxas gives them:
+    told how many there are it spills 16 bytes of them (sm_80), and told nothing 8 bytes of what converts (sm_89)."""
+    return options_for(tile.warps) if converts else {"num_warps": tile.warps, "enable_fp_fusion": False}
+
+
 def has_conversion(device: torch.device) -> bool:
     """Whether ``device`` converts float32 to FP8 by an instruction; elsewhere integers do the same."""
-    if device.type != "cuda" or torch.version.hip is not None:
-        return False
-    return torch.cuda.get_device_capability(device) >= FIRST_WITH_CONVERSION
+    support = support_on(device)
+    return support.has_fp8 and not support.is_emulated

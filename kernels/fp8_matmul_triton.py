@@ -68,8 +68,7 @@ def load_scales(scale_ptr, stride, offset, start, size, SIZE: tl.constexpr, BLOC
 @triton.jit
 def scale_products(a_scale, b_scale, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """f32[BLOCK_M, BLOCK_N], or [BLOCK_M, 1] where ``b`` has one scale: a_scale x b_scale."""
-    # What is added to a scalar before it is broadcast costs nothing: the compiler folds it.
-    rows = a_scale + tl.zeros([BLOCK_M], tl.float32)
+    rows = a_scale + tl.zeros([BLOCK_M], tl.float32)  # a scalar becomes a column
     if b_scale.numel == 1:
         products = (rows * b_scale)[:, None]
     else:
@@ -80,21 +79,20 @@ def scale_products(a_scale, b_scale, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexp
 @triton.jit
 def store_tile(c, c_stride, bias_ptr, values, row, column, M, N, HAS_BIAS, TMA):
     """Adds the bias to a f32 tile, rounds it once and writes it at (row, column)."""
-    BLOCK_M: tl.constexpr = values.shape[0]
-    BLOCK_N: tl.constexpr = values.shape[1]
-    columns = column + tl.arange(0, BLOCK_N)
+    columns = column + tl.arange(0, values.shape[1])
     if HAS_BIAS:
         bias = tl.load(bias_ptr + columns, mask=columns < N, other=0.0)
         values += bias.to(tl.float32)[None, :]
     if TMA:
         c.store([row, column], values.to(c.dtype))
     else:
-        rows = row + tl.arange(0, BLOCK_M)
+        rows = row + tl.arange(0, values.shape[0])
         pointers = c + rows.to(tl.int64)[:, None] * c_stride + columns[None, :]
         tl.store(pointers, values.to(c.dtype.element_ty), mask=(rows < M)[:, None] & (columns < N)[None, :])
 
 
-@triton.jit
+# M is the number of tokens, which changes from batch to batch; nothing that is compiled depends on it.
+@triton.jit(do_not_specialize=["M"])
 def fp8_matmul_kernel(
     a,
     a_stride,
@@ -127,8 +125,9 @@ def fp8_matmul_kernel(
 ):
     """c[M, N] = (a x b) * scales + bias, with scales that do not change along the contraction.
 
-    A_ROWS, B_COLUMNS: how many rows of ``a`` and columns of ``b`` share a scale; 0: all. PROMOTE_EVERY: on Hopper, whose
-    matrix unit keeps fewer bits than float32, after how many of the contraction its sums are added in float32; None: never.
+    A_ROWS, B_COLUMNS: how many rows of ``a`` and columns of ``b`` share a scale; 0: all. PROMOTE_EVERY: on Hopper,
+    whose matrix unit keeps fewer bits than float32, after how many of the contraction its sums are added in float32;
+    None: never.
     """
     tiles_m = tl.cdiv(M, BLOCK_M)
     tiles_n = tl.cdiv(N, BLOCK_N)
@@ -148,7 +147,7 @@ def fp8_matmul_kernel(
         store_tile(c, c_stride, bias_ptr, values, row, column, M, N, HAS_BIAS, STORE_TMA)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def fp8_block_matmul_kernel(
     a,
     a_stride,
@@ -182,8 +181,8 @@ def fp8_block_matmul_kernel(
 ):
     """c[M, N] = sum over blocks of BLOCK_K of (a x b) * scales, + bias: every block is scaled in float32, then added.
 
-    A_ROWS, B_COLUMNS: how many rows of ``a`` and columns of ``b`` share a scale within a block; 0: all. An operand whose
-    scales do not change along the contraction has a stride of 0 there.
+    A_ROWS, B_COLUMNS: how many rows of ``a`` and columns of ``b`` share a scale within a block; 0: all. An operand
+    whose scales do not change along the contraction has a stride of 0 there.
     """
     tiles_m = tl.cdiv(M, BLOCK_M)
     tiles_n = tl.cdiv(N, BLOCK_N)

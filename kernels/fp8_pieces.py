@@ -1,4 +1,4 @@
-"""FP8 casts in plain torch on pieces of a bounded size: what runs on a CPU. The bits of ``fp8_format``."""
+"""FP8 casts in plain torch on pieces of a bounded size, where nothing is compiled. The bits of ``fp8_format``."""
 
 from __future__ import annotations
 
@@ -58,27 +58,22 @@ def fill(x: Tensor, casts: Sequence[Cast], *, power_of_two: bool) -> None:
             piece.of(cast.codes).copy_(_codes(values, scale, cast.grid, format_of(cast.codes), holds_nan=holds_nan))
 
 
-def fill_at_given_scale(x: Tensor, casts: Sequence[Cast]) -> Tensor:
-    """The largest magnitude of x [M,K], not empty, f32[]; fills the codes of ``casts``, one or two, at their scale."""
+def fill_at_given_scale(x: Tensor, casts: Sequence[Cast], amax: Tensor) -> None:
+    """Fills the codes of ``casts``, one or two, of x [M,K], not empty, at their scale, and raises ``amax`` f32[]."""
     scale, grid, format = casts[0].scale, casts[0].grid, format_of(casts[0].codes)
-    amax = torch.zeros(1, 1, device=x.device)
     for piece in pieces(x.shape, [grid]):
         values = piece.of(x)
-        here = _amax(values, grid)
+        here = _amax(values, grid).reshape(())
         torch.maximum(amax, here, out=amax)
         codes = _codes(values, scale, grid, format, holds_nan=not (_is_finite(here) and _is_finite(scale)))
         for cast in casts:
             piece.of(cast.codes).copy_(codes)
-    return amax.reshape(())
 
 
-def dequantize(codes: Tensor, scale: Tensor, grid: Grid, dtype: torch.dtype) -> Tensor:
-    """``codes * scale`` [M,K] in ``dtype``, contiguous."""
-    values = torch.empty(codes.shape, dtype=dtype, device=codes.device)
-    if codes.numel():
-        for piece in pieces(codes.shape, [grid]):
-            piece.of(values).copy_(_scaled(piece.of(codes).float(), piece.of_scales(scale, grid), grid))
-    return values
+def dequantize(codes: Tensor, scale: Tensor, grid: Grid, values: Tensor) -> None:
+    """Fills ``values`` [M,K], not empty, with ``codes * scale``, rounded once."""
+    for piece in pieces(codes.shape, [grid]):
+        piece.of(values).copy_(_scaled(piece.of(codes).float(), piece.of_scales(scale, grid), grid))
 
 
 def _amax_over_rows(x: Tensor, grid: Grid) -> Tensor:

@@ -20,10 +20,10 @@ copy is not needed.
 ``layouts``: "two" where products read operands with the contraction contiguous alone (compute capability 8.9, 9.0,
 12.x). Then ``quantize_fp8_transposed`` takes the place of ``quantize_fp8`` for what is read the other way, and
 ``quantize_fp8_both`` makes both in one pass over a value that is read both ways. With "one", readers take transposed
-views of one copy. "auto" asks the device. Tensorwise and blockwise weights, the numbers are the same bit for bit.
+views. "auto" asks the device. Codes and scales are the same bit by bit.
 
-A product whose tag says so is padded with zeros: its codes, in the dimensions that are no multiple of 16, and the result
-is cut back to its size.
+A product whose tag says so is padded with zeros: its codes, in the dimensions that are no multiple of 16; its result is
+cut back to size.
 
 Saves ``K * M`` bytes of each activation that only products read. Costs one pass over each operand; in two layouts
 another byte an element. Numerics: lossy; E4M3 keeps 4 bits of each number, E5M2 3.

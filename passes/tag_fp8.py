@@ -2,7 +2,7 @@
 
 Before: ``program.fp8`` is empty. After: it has a row for each product, with a reason::
 
-    forward mm_4 (8192 x 14336 x 4096): FP8: saves time on H100 (estimated rates); 1,393.6 us in bf16, 698.5 us in FP8 ...
+    forward mm_4 (8192 x 14336 x 4096): FP8: saves time on H100 (estimated rates); 1,393.6 us in bf16, 698.5 us in ...
     forward mm_9 (8192 x 4 x 4096): not FP8: router: its result goes into a softmax over 4 columns
 
 ``insert-quantize`` acts on it. The graph itself is not changed.

@@ -92,7 +92,9 @@ class Places:
     def _is_selected_from(self, value: fx.Node) -> bool:
         """Whether the largest of ``value`` are chosen, perhaps of its sigmoid with a bias added."""
         found, seen = [value], {value}
-        for item in found[:_MOST_STEPS]:
+        for item in found:
+            if len(found) > _MOST_STEPS:
+                return False
             for user in item.users:
                 if self._reads_first(user, item, _SELECTIONS):
                     return True
@@ -124,7 +126,7 @@ def edge_layers(modules: Iterable[str], *, first: int, last: int) -> dict[str, s
             f"skip_first={first}, skip_last={last} expect layers with numbers in their module paths, such as "
             "'layers.0', and this model has none with products: name what to leave out with exclude="
         )
-    found = {}
+    found: dict[str, str] = {}
     for layers in stacks.values():
         found |= {path: f"among the first {first} of {len(layers)} layers (skip_first)" for path in layers[:first]}
         tail = layers[len(layers) - last :] if last else []

@@ -1,8 +1,8 @@
 """What FP8 products read: which matrix, quantized how, in which layout; views of one matrix are one.
 
-A product contracts its left operand along dimension 1 and its right one along dimension 0. Seen from the matrix as it is
-stored, behind transpositions, that is one of two: *straight* codes have its dimension 1 contiguous, *turned* ones are
-those of its transpose.
+A product contracts its left operand along dimension 1 and its right one along dimension 0. Seen from the matrix as it
+is stored, behind transpositions, that is one of two: *straight* codes have its dimension 1 contiguous, *turned* ones
+are those of its transpose.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from graphopt.ir.fp8_watch import NOTHING_WATCHED, Fp8Watch
 from graphopt.ir.origin import NO_ORIGIN, Origin
 from graphopt.ir.units import format_bytes, format_microseconds
 
@@ -88,12 +89,13 @@ class Fp8Row:
 @dataclass(frozen=True)
 class Fp8Table:
     """The rows of a program, in order; empty where no recipe was asked for. ``recipe``, ``device``: as people read
-    them.
+    them. ``watch``: which tensors are looked at when they are quantized.
     """
 
     recipe: str = ""
     device: str = ""
     rows: tuple[Fp8Row, ...] = ()
+    watch: Fp8Watch = NOTHING_WATCHED
 
     @property
     def eligible(self) -> tuple[Fp8Row, ...]:

@@ -200,6 +200,35 @@ def is_attention(node: fx.Node) -> bool:
     return overload(node) in tables.ATTENTION
 
 
+def is_attention_backward(node: fx.Node) -> bool:
+    """Whether ``node`` is the backward of a fused attention product."""
+    return overload(node) in tables.ATTENTION_BACKWARD
+
+
+def is_normalisation_backward(node: fx.Node) -> bool:
+    """Whether ``node`` is the backward of a layer, group or RMS normalisation."""
+    return overload(node) in tables.NORMALISATION_BACKWARD
+
+
+def is_softmax(node: fx.Node) -> bool:
+    """Whether ``node`` is a softmax or its logarithm."""
+    return overload(node) in tables.SOFTMAX
+
+
+def subtracts_from_one(node: fx.Node) -> bool:
+    """Whether ``node`` is a backward operator that computes with one minus the forward result."""
+    return overload(node) in tables.NEAR_ONE
+
+
+def argument_names(node: fx.Node, value: fx.Node) -> tuple[str, ...]:
+    """Under which names of its schema ``node`` reads ``value`` as a whole argument."""
+    op = overload(node)
+    if op is None:
+        return ()
+    given = [(entry.name, argument(node, i, entry.name)) for i, entry in enumerate(op._schema.arguments)]
+    return tuple(name for name, held in given if held is value)
+
+
 def is_normalised_row(node: fx.Node) -> bool:
     """Whether ``node`` is the main result of a layer or RMS normalisation: a reduction over rows, then pointwise."""
     if not is_getitem(node) or node.args[1] != 0:

@@ -16,8 +16,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from graphopt.kernels import fp8_cast
-from graphopt.kernels.fp8_format import Grid, decode, format_named, grid_shape
+from graphopt.kernels import fp8_cast, fp8_matmul
+from graphopt.kernels.fp8_format import Grid, format_named, grid_shape
+from graphopt.kernels.fp8_product import Operand, Product
 
 LIBRARY = torch.library.Library("graphopt", "FRAGMENT")
 
@@ -92,9 +93,9 @@ def matmul(
     bias: Tensor | None,
     dtype: torch.dtype,
 ) -> Tensor:
-    """``(a * a_scale) @ (b * b_scale) + bias`` [M,N], summed in float32."""
-    product = decode(a, a_scale, _grid(a_block)) @ decode(b, b_scale, _grid(b_block))
-    return (product if bias is None else product + bias.float()).to(dtype)
+    """``(a * a_scale) @ (b * b_scale) + bias`` [M,N]; see ``graphopt.kernels.fp8_product``."""
+    operands = Operand(a, a_scale, _grid(a_block)), Operand(b, b_scale, _grid(b_block))
+    return fp8_matmul.matmul(Product(*operands, bias, dtype))
 
 
 def _grid(block: Sequence[int]) -> Grid:

@@ -124,7 +124,8 @@ class AnalyticRates:
     @property
     def name(self) -> str:
         """The class, and that nothing was measured."""
-        return f"{self.device.name} (estimated rates)"
+        assumed = f"rates of {self.device.like} assumed" if self.device.like else "estimated rates"
+        return f"{self.device.name} ({assumed})"
 
     @property
     def needs_two_layouts(self) -> bool:
@@ -153,7 +154,9 @@ class AnalyticRates:
     def _product_seconds(self, sizes: tuple[int, int, int], flops: float, *, operand_bytes: int) -> float:
         rows, columns, contraction = sizes
         moved = operand_bytes * contraction * (rows + columns) + 2 * rows * columns
-        return self.device.call_seconds + max(2 * rows * columns * contraction / flops, self._moving(moved))
+        computing = 2 * rows * columns * contraction / flops
+        moving = self._moving(moved) if self.device.waits_for_memory else 0.0
+        return self.device.call_seconds + max(computing, moving)
 
     def _moving(self, num_bytes: float) -> float:
         return num_bytes / (self.device.bandwidth * self.device.bandwidth_efficiency)

@@ -36,7 +36,9 @@ CALL_SECONDS = 4e-6
 @dataclass(frozen=True)
 class DeviceClass:
     """``capability``: compute capability; dense peak rates in FLOP/s, with float32 sums, and bytes/s; no ``fp8_flops``
-    where there is no FP8. The other fields are the fractions above.
+    where there is no FP8. The other fields are the fractions above. ``waits_for_memory``: whether a product takes as
+    long as its operands and result take to move. ``like``: the class whose rates are assumed for a device that is not
+    known.
     """
 
     name: str
@@ -49,6 +51,8 @@ class DeviceClass:
     block_scales_efficiency: float = BLOCK_SCALES_EFFICIENCY
     bandwidth_efficiency: float = BANDWIDTH_EFFICIENCY
     call_seconds: float = CALL_SECONDS
+    waits_for_memory: bool = True
+    like: str = ""
 
     @property
     def support(self) -> Fp8Support:
@@ -56,7 +60,7 @@ class DeviceClass:
         return support_of(self.capability)
 
     def ideal(self) -> DeviceClass:
-        """A device that reaches its peaks, at no cost of a call."""
+        """A device that reaches its peaks, at no cost of a call, and whose products are arithmetic alone."""
         return replace(
             self,
             name=f"ideal {self.name}",
@@ -65,6 +69,7 @@ class DeviceClass:
             block_scales_efficiency=1.0,
             bandwidth_efficiency=1.0,
             call_seconds=0.0,
+            waits_for_memory=False,
         )
 
 
@@ -101,8 +106,8 @@ def device_class(target: str) -> DeviceClass:
 
 
 def class_of_device(device_name: str, capability: Capability) -> DeviceClass:
-    """The class of a GPU by the name that its driver gives; else one of its compute capability, or the nearest older
-    one, under a name that says so.
+    """The class of a GPU by the name that its driver gives; else a class under that name with the rates of one of its
+    compute capability, or of the nearest older one.
     """
     words = _plain(device_name)
     named = [item for item in DEVICE_CLASSES if _plain(item.name) in words]
@@ -110,7 +115,7 @@ def class_of_device(device_name: str, capability: Capability) -> DeviceClass:
         return max(named, key=lambda item: len(item.name))
     older = [item for item in DEVICE_CLASSES if item.capability <= capability] or [DEVICE_CLASSES[0]]
     nearest = max(older, key=lambda item: item.capability)
-    return replace(nearest, name=f"{device_name} (rates of {nearest.name} assumed)", capability=capability)
+    return replace(nearest, name=device_name, capability=capability, like=nearest.name)
 
 
 def _plain(name: str, without: str = "") -> str:

@@ -12,6 +12,9 @@ from graphopt.planner.fp8_costs import AnalyticRates, Rates
 from graphopt.planner.fp8_devices import DeviceClass, class_of_device, device_class
 from graphopt.planner.fp8_measured import read_table
 
+_EMULATED = ("cpu", "meta")
+"""Types of device where FP8 runs as emulation, or not at all: a model on "meta" is only asked about."""
+
 
 @dataclass(frozen=True)
 class Setting:
@@ -26,10 +29,11 @@ class Setting:
 
 def setting_of(recipe: Recipe, device: torch.device) -> Setting:
     """The Setting of a program on ``device`` under ``recipe``; UnsupportedError for a target that is not known."""
-    running = support_on(device)
-    if recipe.target is None and device.type == "cpu":
+    is_emulated = device.type in _EMULATED
+    if recipe.target is None and is_emulated:
         return Setting("cpu (emulation: costs are not counted)")
-    if not running.has_fp8:
+    running = support_on(device)
+    if not (is_emulated or running.has_fp8):
         return Setting(running.name, reason=running.reason)
     if recipe.target is not None:
         found = device_class(recipe.target)
@@ -40,7 +44,7 @@ def setting_of(recipe: Recipe, device: torch.device) -> Setting:
     if not support.has_fp8:
         return Setting(found.name, reason=f"{support.reason} ({found.name})")
     rates = rates_of(found, recipe)
-    return Setting(rates.name + (", run as emulation on cpu" if device.type == "cpu" else ""), rates)
+    return Setting(rates.name + (", run as emulation on cpu" if is_emulated else ""), rates)
 
 
 def rates_of(device: DeviceClass, recipe: Recipe) -> Rates:

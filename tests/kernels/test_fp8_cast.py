@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from graphopt.execute.measure import measure_memory
-from graphopt.kernels import fp8_pieces
+from graphopt.kernels import cpu_library, fp8_pieces
 from graphopt.kernels.fp8_cast import (
     FLOATS,
     dequantize,
@@ -23,10 +23,14 @@ from tests.support.casts import laid_out, matrix, num_different, reference
 SHAPES = ((1, 1), (1, 300), (300, 1), (7, 123), (129, 257))
 
 
-@pytest.fixture
-def small_pieces(monkeypatch):
-    """Matrices of tests have many pieces."""
-    monkeypatch.setattr(fp8_pieces, "ELEMENTS_OF_A_PIECE", 1 << 9)
+@pytest.fixture(params=["compiled", "plain torch"])
+def form(request, monkeypatch):
+    """The compiled form, and plain torch with pieces so small that the matrices of tests have many."""
+    if request.param == "plain torch":
+        monkeypatch.setenv(cpu_library.DISABLE, "1")
+        monkeypatch.setattr(fp8_pieces, "ELEMENTS_OF_A_PIECE", 1 << 9)
+    elif cpu_library.library() is None:
+        pytest.skip(cpu_library.cpu_path())
 
 
 def signal_to_noise(exact, found):
@@ -35,7 +39,7 @@ def signal_to_noise(exact, found):
 
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
-def test_every_dtype_layout_and_size_gives_the_bits_of_the_reference(grid, format, small_pieces):
+def test_every_dtype_layout_and_size_gives_the_bits_of_the_reference(grid, format, form):
     torch.manual_seed(0)
     for number, (shape, dtype, layout) in enumerate(product(SHAPES, FLOATS, ("rows", "columns", "neither"))):
         x = laid_out(matrix(*shape, dtype), layout)
@@ -44,7 +48,7 @@ def test_every_dtype_layout_and_size_gives_the_bits_of_the_reference(grid, forma
 
 
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
-def test_both_layouts_are_two_casts(grid, small_pieces):
+def test_both_layouts_are_two_casts(grid, form):
     torch.manual_seed(0)
     for grid_t in GRIDS:
         x = matrix(131, 200, torch.bfloat16)
@@ -53,7 +57,7 @@ def test_both_layouts_are_two_casts(grid, small_pieces):
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_a_given_scale_saturates_and_the_largest_magnitude_is_told(format, small_pieces):
+def test_a_given_scale_saturates_and_the_largest_magnitude_is_told(format, form):
     torch.manual_seed(0)
     largest = format_named(format).largest
     for value in (1.0, 1e6, torch.inf, torch.nan):
@@ -69,7 +73,7 @@ def test_a_given_scale_saturates_and_the_largest_magnitude_is_told(format, small
 
 
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
-def test_codes_and_scales_come_back_rounded_once(grid, small_pieces):
+def test_codes_and_scales_come_back_rounded_once(grid, form):
     torch.manual_seed(0)
     x = torch.randn(131, 200)
     codes, scale = quantize(x, "e4m3", grid, power_of_two=False)
@@ -126,12 +130,28 @@ def test_a_matrix_without_elements_has_scales_of_one():
         assert quantize_delayed(torch.zeros(shape), torch.ones(1, 1), "e4m3")[1] == 0
 
 
-def test_a_cast_needs_little_more_memory_than_its_results():
+@pytest.mark.parametrize("is_compiled", [True, False])
+def test_a_cast_needs_little_more_memory_than_its_results(is_compiled, monkeypatch):
+    if not is_compiled:
+        monkeypatch.setenv(cpu_library.DISABLE, "1")
     x = torch.randn(1024, 1024).bfloat16()
     for grid in GRIDS:
         result_bytes = sum(tensor.nbytes for tensor in quantize_both(x, "e4m3", grid, grid, power_of_two=False))
         peak = measure_memory(lambda grid=grid: quantize_both(x, "e4m3", grid, grid, power_of_two=False)).peak_bytes
         assert peak - result_bytes < 1 << 20
+
+
+def test_the_number_of_threads_changes_nothing():
+    torch.manual_seed(0)
+    x = matrix(1000, 257, torch.bfloat16)
+    num_threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(3)
+        for grid in GRIDS:
+            expected = (*reference(x, "e4m3", grid), *reference(x.t(), "e4m3", grid))
+            assert num_different(quantize_both(x, "e4m3", grid, grid, power_of_two=False), expected) == 0
+    finally:
+        torch.set_num_threads(num_threads)
 
 
 def test_wrong_arguments_are_named():

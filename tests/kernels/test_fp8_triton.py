@@ -17,7 +17,8 @@ from graphopt.kernels.fp8_bits_triton import FORMATS
 from graphopt.kernels.fp8_cast_triton import amax_kernel, cast_kernel
 from graphopt.kernels.fp8_dequantize_triton import WARPS, dequantize_constants, dequantize_kernel
 from graphopt.kernels.fp8_format import GRIDS, Cast
-from graphopt.kernels.fp8_launch_triton import GIVEN, Scaling, Tile, amax_constants, cast_constants
+from graphopt.kernels.fp8_launch_triton import GIVEN, Scaling, Tile, amax_constants, cast_constants, cast_options
+from graphopt.kernels.launch_triton import options_for
 from tests.support.kernel_targets import compiled_with
 
 TARGETS = (80, 89, 90, 100)
@@ -78,7 +79,7 @@ def compiled_cast(grids, arch, *, format="e4m3", dtype=torch.bfloat16, scalings=
         **dict.fromkeys(("amax_ptr", "second_amax_ptr"), "*i32"),
     }
     aligned = ("x_ptr", "codes_ptr", "second_codes_ptr", "num_rows", "num_columns", *STRIDES)
-    options = {"num_warps": tile.warps, "enable_fp_fusion": False}
+    options = cast_options(tile, converts=arch >= FIRST_WITH_CONVERSION)
     return compiled_with(cast_kernel, signature, constants, options, arch, multiples_of_16=aligned)
 
 
@@ -89,9 +90,8 @@ def compiled_amax(arch, wanted=(1, 2, 3)):
         **dict.fromkeys(("row_amax_ptr", "column_amax_ptr", "tensor_amax_ptr"), "*i32"),
     }
     constants = amax_constants(tile, wanted) | {"x_column_stride": 1}
-    options = {"num_warps": tile.warps, "enable_fp_fusion": False}
     aligned = ("x_ptr", "num_rows", "num_columns", "x_row_stride")
-    return compiled_with(amax_kernel, signature, constants, options, arch, multiples_of_16=aligned)
+    return compiled_with(amax_kernel, signature, constants, options_for(tile.warps), arch, multiples_of_16=aligned)
 
 
 def compiled_dequantize(arch, grid, *, format="e4m3", dtype=torch.bfloat16):
@@ -101,9 +101,8 @@ def compiled_dequantize(arch, grid, *, format="e4m3", dtype=torch.bfloat16):
         "values_ptr": f"*{TYPES[dtype]}",
     }
     constants = dequantize_constants(grid, format) | {"codes_column_stride": 1}
-    options = {"num_warps": WARPS, "enable_fp_fusion": False}
     aligned = ("codes_ptr", "values_ptr", "num_rows", "num_columns", "codes_row_stride")
-    return compiled_with(dequantize_kernel, signature, constants, options, arch, multiples_of_16=aligned)
+    return compiled_with(dequantize_kernel, signature, constants, options_for(WARPS), arch, multiples_of_16=aligned)
 
 
 def assert_sound(compiled):
@@ -139,7 +138,7 @@ def test_every_cast_reads_and_writes_wide_words_once_on_hopper(grids):
 @pytest.mark.parametrize("arch", TARGETS)
 def test_each_target_converts_as_it_can_and_spills_nothing(arch):
     assert_cast_is_sound_and_wide(((1, 128), (128, 1)), arch)
-    assert_cast_is_sound_and_wide(((0, 0), (0, 0)), arch, format="e5m2", scalings=[GIVEN, GIVEN])
+    assert_cast_is_sound_and_wide(((0, 0), (0, 0)), arch, format="e5m2", dtype=torch.float16, scalings=[GIVEN, GIVEN])
     assert_sound(compiled_amax(arch))
     assert_sound(compiled_dequantize(arch, (1, 128)))
 
@@ -160,13 +159,3 @@ def test_no_other_form_spills(format, dtype, arch):
         assert_sound(compiled_dequantize(arch, grid, format=format, dtype=dtype))
     for wanted in ((1,), (2,), (3,), (1, 2)):
         assert_sound(compiled_amax(arch, wanted))
-
-
-def test_tiles_hold_whole_groups_or_wait_for_the_largest_magnitudes():
-    expected_tiles = {(1, 0): (1, 4096), (128, 1): (128, 128), (128, 128): (128, 128)}
-    for grid in GRIDS:
-        casts = casts_of((grid,), "e4m3")
-        tile = Tile.of(casts)
-        assert (tile.rows, tile.columns) == expected_tiles.get(grid, (32, 128))
-        reads_twice = grid[0] == 0
-        assert (Scaling.of(grid, casts[0].codes.shape, tile).source == 1) is reads_twice

@@ -10,7 +10,7 @@ import json
 import mmap
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import product
 
 os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
@@ -18,7 +18,7 @@ os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
 import torch
 from torch import Tensor
 
-from graphopt.kernels import fp8_dequantize_triton, fp8_launch_triton, fp8_pieces
+from graphopt.kernels import fp8_compiled, fp8_dequantize_triton, fp8_launch_triton
 from graphopt.kernels.fp8_cast import FLOATS, quantize, quantize_both, quantize_delayed, quantize_delayed_both
 from graphopt.kernels.fp8_format import FORMATS, GRIDS, Cast, Grid, cast_bytes, decode, encode, format_named
 from tests.support.casts import laid_out, matrix, num_different, reference
@@ -32,9 +32,16 @@ LAYOUTS = ("rows", "columns", "neither")
 
 def run_interpreted() -> None:
     """Has the casts of CPU tensors done by the Triton kernels."""
-    fp8_pieces.fill = fp8_launch_triton.fill
-    fp8_pieces.fill_at_given_scale = lambda x, casts: fp8_launch_triton.fill_at_given_scale(x, casts).reshape(())
-    fp8_pieces.dequantize = fp8_dequantize_triton.dequantize
+
+    def fill(x: Tensor, casts: Sequence[Cast], *, power_of_two: bool) -> bool:
+        fp8_launch_triton.fill(x, casts, power_of_two=power_of_two)
+        return True
+
+    def fill_at_given_scale(x: Tensor, casts: Sequence[Cast], amax: Tensor) -> bool:
+        amax.copy_(fp8_launch_triton.fill_at_given_scale(x, casts).reshape(()))
+        return True
+
+    fp8_compiled.fill, fp8_compiled.fill_at_given_scale = fill, fill_at_given_scale
 
 
 def cast_cases() -> Iterator[tuple[str, int]]:
@@ -65,7 +72,7 @@ def single_cases() -> Iterator[tuple[str, int]]:
                 f"only turned {grid} {format}",
                 num_different(turned, reference(x.t(), format, grid, power_of_two=True)),
             )
-            back = fp8_pieces.dequantize(*expected, grid, FLOATS[number % 3])
+            back = fp8_dequantize_triton.dequantize(*expected, grid, FLOATS[number % 3])
             yield f"back {grid} {format}", num_different([back], [decode(*expected, grid).to(FLOATS[number % 3])])
     longest, fp8_launch_triton.LONGEST_ROW_IN_A_TILE = fp8_launch_triton.LONGEST_ROW_IN_A_TILE, 64
     long_rows = matrix(7, 129, torch.bfloat16)
@@ -76,7 +83,8 @@ def single_cases() -> Iterator[tuple[str, int]]:
     yield (
         "back from columns",
         num_different(
-            [fp8_pieces.dequantize(turned, expected[1].t(), (0, 1), torch.float32)], [decode(*expected, (1, 0)).t()]
+            [fp8_dequantize_triton.dequantize(turned, expected[1].t(), (0, 1), torch.float32)],
+            [decode(*expected, (1, 0)).t()],
         ),
     )
 
@@ -104,7 +112,7 @@ def every_number_cases() -> Iterator[tuple[str, int]]:
         given = torch.ones(1, 1)
         found, _ = quantize_delayed(numbers, given, format)
         yield f"every bfloat16 {format}", num_different([found], [encode(numbers, given, (0, 0), kind).contiguous()])
-        back = fp8_pieces.dequantize(codes.view(kind.dtype), given, (0, 0), torch.float32)
+        back = fp8_dequantize_triton.dequantize(codes.view(kind.dtype), given, (0, 0), torch.float32)
         yield f"every code {format}", num_different([back], [codes.view(kind.dtype).float()])
 
 
