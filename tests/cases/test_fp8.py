@@ -11,8 +11,8 @@ from torch import nn
 import graphopt
 from graphopt import fp8
 from graphopt.operators.fp8 import MATMUL
-from tests.support.fp8 import DYNAMIC, QUANTIZES, RECIPES, num_fp8_products
-from tests.support.models import TINY_MODELS, tiny_model
+from tests.support.fp8 import QUANTIZES, RECIPES, num_fp8_products
+from tests.support.models import tiny_model
 
 # The largest relative error of rounding to nearest: 2**-4 for four significant bits, 2**-3 for three. The root mean
 # square of a product's error, with both operands rounded, is measured below half of it: 0.04 and 0.06.
