@@ -4,6 +4,7 @@ from graphopt import checkpoint, errors, fp8, optim, passes
 from graphopt.api import capture, compile, optimize
 from graphopt.autocast_table import autocast_table
 from graphopt.capture.differentiate import differentiate
+from graphopt.eligibility import fp8_table
 from graphopt.loss_scale import LossScale
 from graphopt.options import Accumulate
 from graphopt.pipeline.pipeline import Pipeline
@@ -24,6 +25,7 @@ __all__ = [
     "differentiate",
     "errors",
     "fp8",
+    "fp8_table",
     "load_checkpoint",
     "load_model",
     "optim",

@@ -10,12 +10,14 @@ from typing import Any
 
 import torch
 
+from graphopt.capture.accumulation import append_window
 from graphopt.capture.ambient import without_autocast
 from graphopt.capture.batch import BatchBinder, BoundBatch
 from graphopt.capture.differentiate import differentiable_outputs, differentiate
 from graphopt.capture.export import Captured, OutputRequest, capture_program
+from graphopt.capture.fp8_scaling import watch_module, watch_step
 from graphopt.capture.loss_weight import LossWeight, find_loss_weight
-from graphopt.capture.update import UpdateRequest, append_update, append_window, window_update_program
+from graphopt.capture.update import UpdateRequest, append_update, window_update_program
 from graphopt.checkpoint import host_bytes
 from graphopt.errors import BudgetError, OutputError, UnsupportedError
 from graphopt.execute.backend import ATEN, Backend, choose_backend
@@ -33,11 +35,11 @@ from graphopt.ir.spec import UPDATE_KINDS, OutputKind, TensorSpec
 from graphopt.ir.units import format_bytes
 from graphopt.optim.base import Optimizer
 from graphopt.options import CompileOptions
-from graphopt.pipeline.default import default_pipeline, with_less_room
+from graphopt.pipeline.default import default_pipeline, inference_passes, with_less_room, with_micro_steps
 from graphopt.pipeline.dump import Dump
 from graphopt.pipeline.pipeline import Pipeline
 from graphopt.planner.decide import MemoryRequest
-from graphopt.precision import precision_for
+from graphopt.precision import FULL, Precision, precision_for
 from graphopt.report.build import build_report
 
 _MOST_PLANS = 4
@@ -85,6 +87,7 @@ class Builder:
         else:
             given = self.options.passes[(Stage.FORWARD, Stage.JOINT, Stage.STEP).index(stage)]
             pipeline = with_less_room(given, reserved_bytes=reserved_bytes, margin_bytes=margin_bytes)
+        pipeline = with_micro_steps(pipeline, self.options.accumulate.steps)
         if self.options.release_gradients and not self._shared():
             return pipeline
         # Ordering may let a late gradient wait until behind the first update, which must then stand at the end.
@@ -130,6 +133,11 @@ class Builder:
         if dump is not None:
             dump.mark("joint", joint)
         joint = self.run_passes(joint, Stage.JOINT, dump)
+        if dump is not None and joint.fp8.rows:
+            dump.attach("fp8.txt", joint.fp8.text())
+        recipe = self.options.precision.fp8
+        if recipe is not None:
+            joint = (watch_module if self.options.optimizer is None else watch_step)(joint, recipe)
         differentiable = () if self.options.optimizer else differentiable_outputs(captured.program, wrt=wrt)
         return BuiltGradient(captured, joint, self._weight(joint, captured.loss_name), dump, differentiable)
 
@@ -172,22 +180,30 @@ class Builder:
     def evaluation(self, batch: BoundBatch) -> tuple[Captured, Executable]:
         """The forward alone, without any update."""
         captured, dump = self.capture(batch, title="eval")
-        program = captured.program.copy()
+        program = self._inference_program(captured, dump)
         kept = [
             (value, output)
             for value, output in zip(program.output_values(), program.signature.outputs, strict=True)
             if output.kind not in UPDATE_KINDS
         ]
         program.set_outputs([value for value, _ in kept], [output for _, output in kept])
-        program.stage = Stage.STEP
         return captured, self._finish(program, dump, title="eval")
 
     def inference(self, batch: BoundBatch) -> tuple[Captured, Executable]:
         """The forward alone, with the buffer updates it makes in this mode."""
         captured, dump = self.capture(batch, title="forward")
+        return captured, self._finish(self._inference_program(captured, dump), dump, title="forward")
+
+    def _inference_program(self, captured: Captured, dump: Dump | None) -> Program:
+        """The forward alone, its products as training has them, ready for the passes of a step."""
         program = captured.program.copy()
+        program.stage = Stage.JOINT  # a joint program without gradients: what decides about products is written for it
+        passes = inference_passes(self.precision)
+        if passes:
+            with without_autocast():
+                program = self.run_passes(program, Stage.JOINT, dump, Pipeline(passes))
         program.stage = Stage.STEP
-        return captured, self._finish(program, dump, title="forward")
+        return program
 
     def _far_memory(self) -> FarMemory | None:
         """The host memory that the Offload policy allows; None without one."""
@@ -285,12 +301,13 @@ def training_program(
     outputs: Sequence[str] | None = None,
     loss: Any = None,
     optimizer: Optimizer | None = None,
+    precision: Precision = FULL,
 ) -> Program:
     """The joint Program of ``model`` on ``batch`` before any joint pass; forward passes have run."""
     bound = bind_batch(model, batch, allow_extra=callable(loss))
     request = OutputRequest(None if outputs is None else tuple(outputs), loss, require_loss=optimizer is not None)
     captured = capture_program(model, bound, request)
-    program = default_pipeline(Stage.FORWARD).run(captured.program)
+    program = default_pipeline(Stage.FORWARD, precision=precision).run(captured.program)
     wrt = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     return differentiate(program, roots=_roots(program, captured.loss_name, wrt), wrt=wrt)
 

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, fields, replace
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
 import typer
 from rich.console import Console
 from rich.table import Table
 
 from graphopt.dry_run import bisect_model, dump_model
 from graphopt.errors import DataError, GraphoptError, PassError
+from graphopt.fp8 import recipe_of
 from graphopt.pipeline.compare import compare_dumps
 from graphopt.pipeline.parse import builtin_passes
 from graphopt.pipeline.pass_base import Pass
 from graphopt.pipeline.pipeline import Pipeline
+from graphopt.precision import FULL, Precision
 from graphopt.user_files import load_model, load_passes
 from graphopt.version import __version__
 
@@ -108,13 +111,22 @@ def dump(
     passes: Passes = None,
     plugin: Plugin = None,
     directory: Annotated[Path, typer.Option("--dir", help="Where the dump's folder is made.")] = Path("dumps"),
+    explain_fp8: Annotated[bool, typer.Option("--explain-fp8", help="Print what runs in FP8, and why.")] = False,
+    fp8: Annotated[str | None, typer.Option(help="An FP8 recipe: tensorwise (the default), rowwise, ...")] = None,
+    device: Annotated[str | None, typer.Option("--target", help="Whose costs count for FP8, such as H100.")] = None,
 ) -> None:
     """Capture a model, train nothing, and write the dump: each stage and pass, the emitted code, memory and report."""
 
     pipeline = _pipeline(passes, plugin)
+    precision = _fp8_precision(fp8, device) if explain_fp8 or fp8 or device else FULL
+    if pipeline is not None and precision is not FULL:
+        raise DataError("--explain-fp8, --fp8 and --target expect the default passes, came --passes; leave one out")
     user = load_model(target)
-    folder, report = dump_model(user.model, user.batch, outputs=_names(outputs), passes=pipeline, directory=directory)
-    _console().print(str(report))
+    folder, report = dump_model(
+        user.model, user.batch, outputs=_names(outputs), passes=pipeline, directory=directory, precision=precision
+    )
+    # A table of products is wider than any terminal, and no line of it may be broken.
+    typer.echo(report.fp8.text()) if explain_fp8 else _console().print(str(report))
     typer.echo(f"written to {folder}")
 
 
@@ -154,6 +166,26 @@ def calibrate() -> None:
     )
 
 
+@app.command("measure-fp8")
+def measure_fp8() -> None:
+    """Measure products in bfloat16 and FP8 on this GPU, once: what runs in FP8 is then decided by these times."""
+    from graphopt.planner.fp8_measure import measure_device
+    from graphopt.planner.fp8_measured import write_table
+
+    table = measure_device(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    path = write_table(table)
+    shown = Table("M", "N", "K", "bf16 us", "tensorwise us", "rowwise us", "blockwise us")
+    for row in table.products:
+        times = (row.bf16, row.tensorwise, row.rowwise, row.blockwise)
+        sizes = (row.rows, row.columns, row.contraction)
+        shown.add_row(*map(str, sizes), *(f"{seconds * 1e6:.1f}" for seconds in times))
+    _console().print(shown)
+    _console().print(
+        f"{table.device}: {table.pass_bytes / 1e9:.0f} GB/s in a pass, {table.call_seconds * 1e6:.1f} us a call; "
+        f"written to {path}, delete it for estimated rates"
+    )
+
+
 @app.command()
 def demo(
     text: Annotated[Path | None, typer.Option(help="A text file; default: Python's own documentation.")] = None,
@@ -169,6 +201,11 @@ def demo(
     from graphopt.train.demo import DEFAULT_STEPS, run_demo
 
     run_demo(text=text, steps=DEFAULT_STEPS if steps is None else steps, out=out)
+
+
+def _fp8_precision(recipe: str | None, target: str | None) -> Precision:
+    found = recipe_of(recipe or "tensorwise")
+    return Precision(compute="fp8", fp8=replace(found, target=target))
 
 
 def _pipeline(passes: str | None, plugin: Path | None) -> Pipeline | None:

@@ -20,6 +20,7 @@ from graphopt.pipeline.default import default_pipeline
 from graphopt.pipeline.dump import Dump
 from graphopt.pipeline.pass_base import Pass
 from graphopt.pipeline.pipeline import Pipeline, Verify
+from graphopt.precision import FULL, Precision
 from graphopt.report.build import build_report
 from graphopt.report.data import Report
 
@@ -27,7 +28,13 @@ _STAGES = (Stage.FORWARD, Stage.JOINT, Stage.STEP)
 
 
 def dump_model(
-    model: torch.nn.Module, batch: Any, *, outputs: Sequence[str], passes: Pipeline | None, directory: Path
+    model: torch.nn.Module,
+    batch: Any,
+    *,
+    outputs: Sequence[str],
+    passes: Pipeline | None,
+    directory: Path,
+    precision: Precision = FULL,
 ) -> tuple[Path, Report]:
     """The folder of a new dump of forward and backward, and the report in it. ``passes`` None: the default ones."""
     Dump(directory)  # an unwritable folder is found before the model is captured
@@ -42,6 +49,7 @@ def dump_model(
         verify=Verify.STRUCTURE,
         passes=None if passes is None else stage_pipelines(passes),
         max_signatures=DEFAULT_MAX_SIGNATURES,
+        precision=precision,
     )
     builder = Builder(model, options)
     wrt = [name for name, parameter in model.named_parameters() if parameter.requires_grad]

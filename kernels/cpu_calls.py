@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from dataclasses import astuple
+from dataclasses import astuple, dataclass
 from functools import cache
 from itertools import chain
 
@@ -19,6 +19,19 @@ from graphopt.kernels.flat_tensors import num_blocks
 
 # Below this many elements the threads would cost more than they bring: 16384 elements take one thread 20 microseconds.
 ELEMENTS_OF_A_THREAD = 1 << 14
+
+
+@dataclass(frozen=True)
+class Fp8Groups:
+    """``struct Groups`` of the sources: numbers of a group in each dim, and how many groups lie beside each other."""
+
+    rows: int
+    columns: int
+    num_columns: int
+
+    @property
+    def packed(self) -> ctypes.Array[ctypes.c_int64]:
+        return (ctypes.c_int64 * 3)(self.rows, self.columns, self.num_columns)
 
 
 def update(
@@ -122,6 +135,59 @@ def round_stochastically(values: Tensor, rounded: Tensor, key: Key, offset: int)
     return True
 
 
+def fp8_largest(x: Tensor, groups: Fp8Groups, largest: Tensor) -> bool:
+    """Fills f32 ``largest`` [groups] with the largest magnitudes of x [M,K], whose rows are contiguous."""
+    compiled = _library_for(x)
+    if compiled is None:
+        return False
+    arguments = (_address(x), _integer(FLOATS.index(x.dtype)), _matrix(x), groups.packed, _address(largest))
+    compiled.graphopt_fp8_largest(*arguments, _threads(x.numel()))
+    return True
+
+
+def fp8_encode(x: Tensor, groups: Fp8Groups, factors: Tensor, codes: Tensor) -> bool:
+    """Fills ``codes`` [M,K], contiguous or the transpose of contiguous, from x times f32 ``factors`` [groups]."""
+    compiled = _library_for(x)
+    if compiled is None:
+        return False
+    compiled.graphopt_fp8_encode(
+        _address(x),
+        _integer(FLOATS.index(x.dtype)),
+        _matrix(x),
+        groups.packed,
+        _address(factors),
+        _integer(codes.dtype == torch.float8_e5m2),
+        _address(codes),
+        _integer(not codes.is_contiguous()),
+        _threads(x.numel()),
+    )
+    return True
+
+
+def fp8_decode(codes: Tensor, groups: Fp8Groups, scales: Tensor, values: Tensor) -> bool:
+    """Fills ``values`` [M,K], contiguous, from ``codes`` with contiguous rows and f32 ``scales`` [groups]."""
+    compiled = _library_for(codes)
+    if compiled is None:
+        return False
+    compiled.graphopt_fp8_decode(
+        _address(codes),
+        _matrix(codes),
+        groups.packed,
+        _address(scales),
+        _address(fp8_values(codes.dtype)),
+        _address(values),
+        _integer(FLOATS.index(values.dtype)),
+        _threads(codes.numel()),
+    )
+    return True
+
+
+@cache
+def fp8_values(dtype: torch.dtype) -> Tensor:
+    """f32[256]: what each code stands for."""
+    return torch.arange(256).to(torch.uint8).view(dtype).float()
+
+
 @cache
 def trees() -> Tensor:
     """f32[1278]: values and edges of the signed tree, then of the unsigned one, and its steps: ``struct Trees``."""
@@ -139,6 +205,11 @@ def _threads(num_elements: int) -> ctypes.c_int64:
 
 def _address(tensor: Tensor) -> ctypes.c_void_p:
     return ctypes.c_void_p(tensor.data_ptr())
+
+
+def _matrix(x: Tensor) -> ctypes.Array[ctypes.c_int64]:
+    """``struct Matrix`` of the sources."""
+    return (ctypes.c_int64 * 3)(x.shape[0], x.shape[1], x.stride(0))
 
 
 def _integer(number: int) -> ctypes.c_int64:

@@ -10,6 +10,8 @@ reciprocal is finite; NaN if the group holds Inf or NaN, so that all that is com
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +21,10 @@ SMALLEST_SCALE = 2.0**-126
 """The smallest normal float32: below it the reciprocal overflows."""
 
 Grid = tuple[int, int]
+
+GRIDS: tuple[Grid, ...] = ((0, 0), (1, 0), (0, 1), (1, 128), (128, 1), (128, 128))
+NAN_CODE = 0x7F
+"""The code of NaN in both formats, here always without a sign: processors differ in the sign that a NaN gets."""
 
 
 @dataclass(frozen=True)
@@ -43,10 +49,36 @@ def format_named(name: str) -> Format:
     return FORMATS[name]
 
 
+def format_of(codes: Tensor) -> Format:
+    """The format that ``codes`` are in; TypeError where they are not FP8."""
+    for format in FORMATS.values():
+        if codes.dtype == format.dtype:
+            return format
+    names = " or ".join(str(format.dtype) for format in FORMATS.values())
+    raise TypeError(f"expected FP8 codes in {names}, got {codes.dtype}; quantize_fp8 makes them")
+
+
+def check_grid(grid: Grid) -> None:
+    """Raises ValueError for a grid that is not in use."""
+    if grid not in GRIDS:
+        raise ValueError(f"expected a block among {', '.join(map(str, GRIDS))}, got {grid}; 0 stands for a whole dim")
+
+
 def grid_shape(shape: torch.Size | tuple[int, ...], grid: Grid) -> tuple[int, int]:
     """The shape of the scales of a tensor [M,K] of ``shape``."""
     rows, columns = (extent if size == 0 else size for extent, size in zip(shape, grid, strict=True))
     return _ceil_div(shape[0], rows), _ceil_div(shape[1], columns)
+
+
+def cast_bytes(shape: torch.Size | tuple[int, int], element_bytes: int, grids: Sequence[Grid]) -> int:
+    """The bytes that a cast of x [M,K] cannot but move, for ``grids`` of codes, one or two, in x's orientation.
+
+    x is read once, or twice where all rows share a scale: no code can be written before the last row was seen.
+    """
+    num_elements = shape[0] * shape[1]
+    readings = 2 if any(grid[0] == 0 for grid in grids) else 1
+    scales = sum(4 * math.prod(grid_shape(shape, grid)) for grid in grids)
+    return num_elements * (readings * element_bytes + len(grids)) + scales
 
 
 def group_amax(x: Tensor, grid: Grid) -> Tensor:
@@ -89,12 +121,34 @@ def spread(scale: Tensor, grid: Grid, shape: torch.Size | tuple[int, ...]) -> Te
 def encode(x: Tensor, scale: Tensor, grid: Grid, format: Format) -> Tensor:
     """The codes of x [M,K]: ``x / scale`` rounded to nearest even; what is beyond the range becomes the largest."""
     scaled = x.float() * spread(1.0 / scale, grid, x.shape)
-    return scaled.clamp_(-format.largest, format.largest).to(format.dtype)
+    codes = scaled.clamp_(-format.largest, format.largest).to(format.dtype)
+    codes.view(torch.uint8).masked_fill_(scaled.isnan(), NAN_CODE)
+    return codes
 
 
 def decode(codes: Tensor, scale: Tensor, grid: Grid) -> Tensor:
     """``codes * scale`` in float32."""
     return codes.float() * spread(scale, grid, codes.shape)
+
+
+@dataclass(frozen=True)
+class Cast:
+    """FP8 codes [M,K], lying in any way, and f32 scales in the shape of ``grid``."""
+
+    codes: Tensor
+    scale: Tensor
+    grid: Grid
+
+    @classmethod
+    def empty(cls, x: Tensor, format: str, grid: Grid) -> Cast:
+        """Room for the cast of x [M,K], contiguous. Raises ValueError for a format or grid that is not in use."""
+        check_grid(grid)
+        codes = torch.empty(tuple(x.shape), dtype=format_named(format).dtype, device=x.device)
+        return cls(codes, torch.empty(grid_shape(x.shape, grid), dtype=torch.float32, device=x.device), grid)
+
+    def t(self) -> Cast:
+        """The cast of the transpose: views of this one."""
+        return Cast(self.codes.t(), self.scale.t(), (self.grid[1], self.grid[0]))
 
 
 def _ceil_div(extent: int, size: int) -> int:

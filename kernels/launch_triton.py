@@ -92,13 +92,18 @@ def compiled_for(tiling: Tiling, options: BlockOptions, *, is_aligned: bool) -> 
 
 
 def launch_options(tiling: Tiling) -> dict[str, int | bool]:
+    return options_for(tiling.warps)
+
+
+def options_for(warps: int) -> dict[str, int | bool]:
     """How Triton compiles: no multiplication is fused into an addition, and ptxas may use what registers there are.
 
-    Left to itself ptxas spills 8 bytes of Lion on sm_80 to keep one more program on a multiprocessor.
+    Left to itself ptxas spills 8 bytes of Lion on sm_80, and of an FP8 cast on sm_89, to keep one more program on a
+    multiprocessor.
     """
-    options: dict[str, int | bool] = {"num_warps": tiling.warps, "enable_fp_fusion": False}
+    options: dict[str, int | bool] = {"num_warps": warps, "enable_fp_fusion": False}
     if torch.version.hip is None:
-        options["maxnreg"] = min(MOST_REGISTERS, REGISTERS_OF_A_MULTIPROCESSOR // (32 * tiling.warps))
+        options["maxnreg"] = min(MOST_REGISTERS, REGISTERS_OF_A_MULTIPROCESSOR // (32 * warps))
     return options
 
 

@@ -11,8 +11,10 @@ from graphopt.passes.defer_head_gradient import DeferHeadGradient
 from graphopt.passes.drop_dead import DropDead
 from graphopt.passes.fold_constants import FoldConstants
 from graphopt.passes.fold_identities import FoldIdentities
+from graphopt.passes.fold_quantize import FoldQuantize
 from graphopt.passes.fuse_linear_loss import FuseLinearLoss
 from graphopt.passes.insert_quantize import InsertQuantize
+from graphopt.passes.keep_quantized import KeepQuantized
 from graphopt.passes.lower_precision import LowerPrecision
 from graphopt.passes.merge_loss_gradient import MergeLossGradient
 from graphopt.passes.offload import Offload
@@ -28,6 +30,7 @@ from graphopt.passes.scatter_embedding_gradient import ScatterEmbeddingGradient
 from graphopt.passes.scatter_loss_gradient import ScatterLossGradient
 from graphopt.passes.simplify_algebra import SimplifyAlgebra
 from graphopt.passes.skip_gradient_casts import SkipGradientCasts
+from graphopt.passes.split_linear import SplitLinear
 from graphopt.passes.tag_fp8 import TagFp8
 from graphopt.pipeline.pass_base import Pass
 
@@ -39,8 +42,10 @@ BY_NAME: Mapping[str, type[Pass]] = {
     "drop-dead": DropDead,
     "fold-constants": FoldConstants,
     "fold-identities": FoldIdentities,
+    "fold-quantize": FoldQuantize,
     "fuse-linear-loss": FuseLinearLoss,
     "insert-quantize": InsertQuantize,
+    "keep-quantized": KeepQuantized,
     "lower-precision": LowerPrecision,
     "merge-loss-gradient": MergeLossGradient,
     "offload": Offload,
@@ -56,6 +61,7 @@ BY_NAME: Mapping[str, type[Pass]] = {
     "scatter-loss-gradient": ScatterLossGradient,
     "simplify-algebra": SimplifyAlgebra,
     "skip-gradient-casts": SkipGradientCasts,
+    "split-linear": SplitLinear,
     "tag-fp8": TagFp8,
 }
 """Every pass by its name, in alphabetical order; a literal, so that an editable install finds what a wheel finds."""

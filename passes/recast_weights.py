@@ -15,9 +15,12 @@ After::
     low_again: 'bf16[D,D]' = aten._to_copy.default(weight, dtype=torch.bfloat16)
     mm_1: 'bf16[N,D]' = aten.mm.default(grad, low_again)
 
-Saves the bytes of every copy between two uses, together up to 2 bytes a parameter at the end of the forward part. Costs
-one pass over the weight for each, 6 bytes a parameter of traffic. A copy is made again only if it would wait, by the
-cost model, ten times as long as that takes: the head's, say, whose backward follows its forward, is kept.
+FP8 codes of a weight are such a copy too, in any grid and layout: the weight is quantized again, and where one scale is
+for all of it, with the scale that is there. The bits are the same.
+
+Saves the bytes of every copy between two uses, together up to 2 bytes a parameter (1 in FP8) at the end of the forward
+part. Costs one pass over the weight for each, 6 bytes a parameter of traffic. A copy is made again only if it would
+wait, by the cost model, ten times as long as that takes: the head's, say, whose backward follows its forward, is kept.
 
 ``program.decisions`` says of each copy which it is. Runs before updates are moved, so that each waits for the last copy
 of its parameter. Refuses copies below 64 KiB and those that are outputs; and, under a budget, to act when the budget
@@ -37,10 +40,12 @@ from torch import fx
 from graphopt.ir import ops
 from graphopt.ir.decisions import Action, Decision
 from graphopt.ir.erase import erase_dead
+from graphopt.ir.fp8_codes import Codes, codes_of, is_quantize, make_again, make_one_layout
 from graphopt.ir.liveness import forward_end
 from graphopt.ir.program import Program, Stage, nodes_in
 from graphopt.ir.spec import InputKind
-from graphopt.ir.twins import SUFFIX, is_twin
+from graphopt.ir.twins import insert_twin, is_twin
+from graphopt.ir.view_copies import view_again
 from graphopt.pipeline.pass_base import Changes, Pass, Refusal
 from graphopt.planner.costs import call_seconds
 from graphopt.planner.machine_rates import machine_rates
@@ -77,50 +82,85 @@ class RecastWeights(Pass):
 
     def apply(self, program: Program) -> Changes:
         calls = program.ops()
-        casts = _weight_casts(program)
-        if not casts:
+        copies = _weight_copies(program)
+        if not copies:
             return Changes(0)
         held = Room(self.budget, self.reserved_bytes, self.margin_bytes).objection(program)
         if held is not None:
-            return Changes(0, (Refusal.at(casts[0], held),))
+            return Changes(0, (Refusal.at(copies[0].call, held),))
         seconds = call_seconds(program, machine_rates())
         clock = list(accumulate((seconds[node] for node in calls), initial=0.0))
         position = {node: i for i, node in enumerate(calls)}
+        split = forward_end(program)
         rows = []
         count = 0
-        for cast in casts:
-            late_uses = _late_uses(_uses(cast, position), clock, seconds[cast], forward_end(program))
+        requantized = []
+        for copy in copies:
+            late_uses = _late_uses(_uses(copy, position), clock, seconds[copy.call], split)
             for uses in late_uses:
-                _insert_copy(program, cast, uses)
+                _insert_copy(program, copy, uses)
+            if late_uses and copy.codes is not None:
+                requantized.append(copy.call)
             count += len(late_uses)
-            if program.decisions.of(cast.name) is None:
-                rows.append(_decision(program, cast, seconds[cast], len(late_uses)))
+            if program.decisions.of(copy.value.name) is None:
+                rows.append(_decision(program, copy, seconds[copy.call], len(late_uses)))
+        for call in dict.fromkeys(requantized):
+            make_one_layout(program, call)
         program.decisions = program.decisions.joined(*rows)
         if count:
             program.refresh()
         return Changes(count)
 
 
-def _weight_casts(program: Program) -> list[fx.Node]:
-    """The calls of the forward part that are a parameter in another dtype, large enough and not made again yet."""
+@dataclass(frozen=True)
+class _Copy:
+    """A copy of a weight: ``call`` makes it, ``value`` is it. ``codes``: what it is where it is FP8."""
+
+    call: fx.Node
+    value: fx.Node
+    codes: Codes | None = None
+
+    @property
+    def parts(self) -> tuple[fx.Node, ...]:
+        """The tensors that belong to the copy: itself, or codes and scale."""
+        return (self.value,) if self.codes is None else (self.codes.codes, self.codes.scale)
+
+    def again(self, program: Program, anchor: fx.Node) -> dict[fx.Node, fx.Node]:
+        """The parts, each with a new one that is made before ``anchor``."""
+        if self.codes is not None:
+            return dict(zip(self.parts, make_again(program, self.codes, anchor), strict=True))
+        target: Any = self.call.target
+        return {self.call: insert_twin(program, anchor, self.call, target, *self.call.args, **self.call.kwargs)}
+
+
+def _weight_copies(program: Program) -> list[_Copy]:
+    """The copies of parameters that the forward part makes, large enough and not made again yet."""
     inputs = zip(program.placeholders(), program.signature.inputs, strict=True)
     parameters = {node for node, entry in inputs if entry.kind is InputKind.PARAM}
     returned = set(nodes_in(program.output_values()))
-    early = program.ops()[: forward_end(program)]
-    return [node for node in early if _is_weight_cast(program, node, parameters) and node not in returned]
+    found = []
+    for call in program.ops()[: forward_end(program)]:
+        if is_twin(call) or not _reads_one_of(parameters, call):
+            continue
+        if is_quantize(call):
+            found += [_Copy(call, codes.codes, codes) for codes in codes_of(call)]
+        elif ops.is_conversion(call):
+            found.append(_Copy(call, call))
+    return [
+        copy for copy in found if copy.value not in returned and program.spec(copy.value).nbytes >= _WORTH_RECASTING
+    ]
 
 
-def _is_weight_cast(program: Program, node: fx.Node, parameters: set[fx.Node]) -> bool:
-    if not ops.is_conversion(node) or is_twin(node) or program.spec(node).nbytes < _WORTH_RECASTING:
-        return False
-    source = node.args[0]
+def _reads_one_of(parameters: set[fx.Node], call: fx.Node) -> bool:
+    """Whether the first argument of ``call`` is one of ``parameters`` or a view of one."""
+    source = call.args[0] if call.args else None
     while isinstance(source, fx.Node) and ops.is_view(source):
         source = source.args[0]
     return source in parameters
 
 
-def _uses(cast: fx.Node, position: dict[fx.Node, int]) -> list[_Use]:
-    """The calls that read ``cast`` or a view of it, in order; views are no uses."""
+def _uses(copy: _Copy, position: dict[fx.Node, int]) -> list[_Use]:
+    """The calls that read ``copy`` or a view of it, in order; views are no uses, but making codes is the first one."""
 
     def reads(value: fx.Node) -> Iterator[_Use]:
         for user in value.users:
@@ -129,7 +169,10 @@ def _uses(cast: fx.Node, position: dict[fx.Node, int]) -> list[_Use]:
             elif user in position:
                 yield _Use(user, value, position[user])
 
-    return sorted(reads(cast), key=lambda use: use.position)
+    made = () if copy.codes is None else (_Use(copy.call, copy.call, position[copy.call]),)
+    # The scale is read where the codes are.
+    found = [use for part in copy.parts for use in reads(part) if use.user is not copy.call]
+    return sorted((*made, *found), key=lambda use: use.position)
 
 
 def _late_uses(uses: list[_Use], clock: list[float], cast_seconds: float, split: int) -> list[list[_Use]]:
@@ -144,46 +187,30 @@ def _late_uses(uses: list[_Use], clock: list[float], cast_seconds: float, split:
     return groups
 
 
-def _insert_copy(program: Program, cast: fx.Node, uses: list[_Use]) -> None:
+def _insert_copy(program: Program, copy: _Copy, uses: list[_Use]) -> None:
     """Let ``uses`` read a new copy, made right before the first of them, and views of it."""
     anchor = uses[0].user
-    copies: dict[fx.Node, fx.Node] = {}
+    made = copy.again(program, anchor)
     for use in uses:
-        copy = _copied(program, cast, use.value, anchor, copies)
-        use.user.replace_input_with(use.value, copy)
-        erase_dead(program, (use.value,))
+        again = view_again(program, use.value, anchor, made)
+        if again is not use.value:
+            use.user.replace_input_with(use.value, again)
+            erase_dead(program, (use.value,))
 
 
-def _copied(
-    program: Program, cast: fx.Node, value: fx.Node, anchor: fx.Node, copies: dict[fx.Node, fx.Node]
-) -> fx.Node:
-    """``value``, which is ``cast`` or a view of it, again before ``anchor``, with all that leads to it."""
-    if value in copies:
-        return copies[value]
-    source: Any = value.args[0]
-    if value is not cast:
-        source = _copied(program, cast, source, anchor, copies)
-    target: Any = value.target
-    copy = program.insert_before(anchor, target, source, *value.args[1:], origin_of=value, **value.kwargs)
-    origin = program.origins.pop(copy.name)
-    copy._rename(f"{value.name}_{SUFFIX}")
-    program.origins[copy.name] = origin
-    copies[value] = copy
-    return copy
-
-
-def _decision(program: Program, cast: fx.Node, seconds: float, copies: int) -> Decision:
+def _decision(program: Program, copy: _Copy, seconds: float, copies: int) -> Decision:
+    again = "cast" if copy.codes is None else "quantized"
     reason = (
-        "cast again where it is needed, which takes a tenth of the time it would wait or less"
+        f"{again} again where it is needed, which takes a tenth of the time it would wait or less"
         if copies
-        else "it is needed again so soon that casting again would take longer than a tenth of that"
+        else f"it is needed again so soon that to be {again} again would take longer than a tenth of that"
     )
     return Decision(
-        value=cast.name,
+        value=copy.value.name,
         action=Action.RECAST if copies else Action.SAVE,
-        nbytes=program.spec(cast).nbytes,
+        nbytes=program.spec(copy.value).nbytes,
         seconds=seconds * copies,
         reason=reason,
-        source=str(program.origin(cast)),
+        source=str(program.origin(copy.value)),
         copies=copies,
     )

@@ -33,7 +33,7 @@ from graphopt.ir.decisions import Action
 from graphopt.ir.hazards import protect_backward_reads, updates_parameters
 from graphopt.ir.liveness import no_workspace
 from graphopt.ir.program import Program, Stage
-from graphopt.ir.twins import SUFFIX
+from graphopt.ir.twins import name_as_twin
 from graphopt.pipeline.pass_base import Changes, Numerics, Pass
 from graphopt.planner.decide import MemoryRequest, decide
 from graphopt.planner.schedule import Choice, Schedule, schedule
@@ -110,9 +110,7 @@ def _twin(program: Program, node: fx.Node, anchor: fx.Node, given: dict[fx.Node,
     """The call of ``node`` again before ``anchor``, reading ``given`` in place of its arguments."""
     args, kwargs = _reading(node, given)
     twin = program.insert_before(anchor, node.target, *args, origin_of=node, **kwargs)  # type: ignore[arg-type]
-    origin = program.origins.pop(twin.name)
-    twin._rename(f"{node.name}_{SUFFIX}")
-    program.origins[twin.name] = origin
+    name_as_twin(program, twin, node)
     return twin
 
 

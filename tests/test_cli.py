@@ -112,6 +112,14 @@ def test_dump_writes_every_stage(folder: Path, make: str):
     assert all(stage in names for stage in ("00-captured", "joint", "forward-backward", "emitted.py", "report.html"))
 
 
+def test_dump_explains_what_runs_in_fp8(folder: Path):
+    arguments = ["dump", f"{folder}/model.py:make", "--dir", folder / "dumps", "--explain-fp8"]
+    text = command(*arguments)
+    assert "FP8, recipe tensorwise, on cpu (emulation: costs are not counted): 0 of 5 products" in text
+    assert "padding does not pay: output features 8 to 16" in text and "memory at the peak" not in text
+    assert "below break-even on H100" in command(*arguments, "--fp8", "rowwise", "--target", "h100")
+
+
 def test_diff_names_what_differs(folder: Path):
     for outputs in ("loss", "loss,logits"):
         command("dump", f"{folder}/model.py:make", "--outputs", outputs, "--dir", folder / "dumps")
@@ -153,6 +161,9 @@ MISTAKES = [
     (["dump", "{folder}/model.py:make", "--outputs", ","], "--outputs expects names"),
     (["dump", "{folder}/model.py:make", "--passes", "drop-deed"], "no pass is called 'drop-deed'"),
     (["dump", "{folder}/model.py:make", "--dir", "{folder}/model.py"], "expected a folder that dumps can be written"),
+    (["dump", "{folder}/model.py:make", "--fp8", "colwise"], "an FP8 recipe is one of tensorwise, rowwise"),
+    (["dump", "{folder}/model.py:make", "--target", "V100"], "target expects one of A100, L4,"),
+    (["dump", "{folder}/model.py:make", "--explain-fp8", "--passes", "dedupe"], "expect the default passes"),
     (["dump", "{folder}/model.py:make", "--plugin", "{folder}/plugin.py"], "--plugin expects --passes"),
     (["passes", "--plugin", "{folder}/model.py"], "expected a file that defines subclasses"),
     (["diff", "{folder}/a", "{folder}/b"], "which is no folder"),

@@ -24,18 +24,18 @@ IMPORTS: dict[str, frozenset[str]] = {
     "kernels": frozenset(),
     "operators": frozenset({"kernels"}),
     "fp8": frozenset({"errors"}),
-    "ir": frozenset({"errors", "operators", "fp8"}),
+    "ir": frozenset({"errors", "kernels", "operators", "fp8"}),
     "loss_scale": frozenset({"errors"}),
     "precision": frozenset({"errors", "fp8"}),
     "optim": frozenset({"errors", "ir", "kernels", "operators"}),
     "checkpoint": frozenset({"errors", "ir"}),
-    "planner": frozenset({"errors", "ir", "checkpoint"}),
+    "planner": frozenset({"errors", "kernels", "operators", "fp8", "ir", "checkpoint"}),
     "pipeline": frozenset({"errors", "ir", "planner", "precision"}),
     "passes": frozenset({"errors", "operators", "fp8", "ir", "pipeline", "checkpoint", "planner"}),
     "options": frozenset({"errors", "optim", "loss_scale", "precision", "checkpoint", "planner", "pipeline"}),
     "user_files": frozenset({"errors", "pipeline"}),
-    "capture": frozenset({"errors", "ir", "operators", "optim", "loss_scale"}),
-    "execute": frozenset({"errors", "kernels", "ir", "operators", "optim", "loss_scale", "capture"}),
+    "capture": frozenset({"errors", "kernels", "fp8", "ir", "operators", "optim", "loss_scale"}),
+    "execute": frozenset({"errors", "kernels", "fp8", "ir", "operators", "optim", "loss_scale", "capture"}),
     "report": frozenset({"errors", "kernels", "ir", "pipeline", "capture", "execute"}),
     "train": frozenset({"errors", "ir", "execute"}),
     "build": frozenset(
@@ -69,8 +69,9 @@ IMPORTS: dict[str, frozenset[str]] = {
             "build",
         }
     ),
+    "eligibility": frozenset({"fp8", "ir", "precision", "pipeline", "build"}),
     "autocast_table": frozenset({"ir", "precision", "api"}),
-    "dry_run": frozenset({"ir", "pipeline", "options", "report", "build", "api"}),
+    "dry_run": frozenset({"ir", "precision", "pipeline", "options", "report", "build", "api"}),
     "graphopt": frozenset(
         {
             "errors",
@@ -86,10 +87,13 @@ IMPORTS: dict[str, frozenset[str]] = {
             "capture",
             "train",
             "api",
+            "eligibility",
             "autocast_table",
         }
     ),
-    "cli": frozenset({"errors", "version", "planner", "pipeline", "user_files", "train", "dry_run"}),
+    "cli": frozenset(
+        {"errors", "version", "fp8", "precision", "planner", "pipeline", "user_files", "train", "dry_run"}
+    ),
     "__main__": frozenset({"cli"}),
 }
 

@@ -13,11 +13,12 @@ from graphopt.capture.update import GRAD_NORM
 from graphopt.errors import BatchError
 from graphopt.execute.executable import Executable
 from graphopt.execute.model_view import ModelView
+from graphopt.ir.fp8_watch import FP8_AMAX, FP8_AMAX_BACKWARD, FP8_EVIDENCE
 from graphopt.ir.program import Program
-from graphopt.ir.spec import Input, InputKind, OutputKind, TensorSpec
+from graphopt.ir.spec import Input, InputKind, Output, OutputKind, TensorSpec
 
-_OUR_OWN = frozenset({GRAD_NORM, OVERFLOW})
-"""Outputs of kind USER that the update reports to the step."""
+_OUR_OWN = frozenset({GRAD_NORM, OVERFLOW, FP8_AMAX, FP8_AMAX_BACKWARD, FP8_EVIDENCE})
+"""Outputs of kind USER that a program reports to the step."""
 
 
 def collect_inputs(
@@ -49,9 +50,15 @@ def collect_inputs(
     return values
 
 
+def asked_outputs(program: Program) -> tuple[tuple[int, Output], ...]:
+    """Position and output of what a user asked for, in order."""
+    users = program.signature.outputs_of(OutputKind.USER)
+    return tuple((i, output) for i, output in users if output.name not in _OUR_OWN)
+
+
 def user_outputs(program: Program, outputs: Sequence[Any]) -> list[Any]:
     """The outputs a user asked for, in order."""
-    return [outputs[i] for i, output in program.signature.outputs_of(OutputKind.USER) if output.name not in _OUR_OWN]
+    return [outputs[i] for i, _ in asked_outputs(program)]
 
 
 def _ones(spec: TensorSpec) -> torch.Tensor:

@@ -33,7 +33,7 @@ class _Pending:
 
     facts: UpdateFacts
     evidence: Evidence
-    scale: torch.Tensor
+    scale: torch.Tensor | None
 
 
 class UpdateLedger:
@@ -48,20 +48,22 @@ class UpdateLedger:
     @property
     def decides_late(self) -> bool:
         """Whether the compiled program decides whether an update is applied, and Python learns of it when it asks."""
-        return self.state.scaler is not None and self.state.scaler.decides_on_device
+        return self.state.decides_on_device
 
     @property
     def last(self) -> Any:
-        """What ``step.last_update`` says; waits for an update on a device only where loss scaling decides there."""
+        """What ``step.last_update`` says; waits for an update on a device only where it is decided there."""
         self.settle()
         return self._last
 
     def written(self, facts: UpdateFacts) -> None:
         """The update is being written; part of the commit, so nothing of a user's is called here."""
-        self.state.window.clear()
+        self.state.clear_window()
         self.state.advance(facts.names)
         if self.state.scaler is not None:
             self.state.scaler.note_applied()
+        if self.state.fp8 is not None:
+            self.state.fp8.note_applied()
 
     def applied(self, facts: UpdateFacts, verdict: Verdict, scale: float | None) -> None:
         """The update has been written; ``scale``: the loss scale it was computed with."""
@@ -76,18 +78,20 @@ class UpdateLedger:
         """Nothing has been written; an open window is dropped whole."""
         reason = verdict.skipped
         with held_interrupts():
-            self.state.window.clear()
+            self.state.clear_window()
             self.state.skipped += 1
             if verdict.overflowed and self.state.scaler is not None and scale is not None:
                 reason = f"{reason} (loss scale {scale:g})"
                 self.state.scaler.note_overflow(scale)
+            if verdict.fp8 is not None and self.state.fp8 is not None:
+                self.state.fp8.note_skipped(verdict.fp8)
             self.schedules.note_skipped()
         loss = 0.0 if verdict.is_empty else float(facts.loss)
         self._last = UpdateInfo(loss, verdict.norm, facts.micro_batches, 0.0, skipped=reason, loss_scale=scale)
 
-    def decided_later(self, facts: UpdateFacts, evidence: Evidence, scale: torch.Tensor) -> None:
-        """The program has written the update or not; ``scale``: the loss scale it was computed with."""
-        self.state.window.clear()
+    def decided_later(self, facts: UpdateFacts, evidence: Evidence, scale: torch.Tensor | None) -> None:
+        """The program has written the update or not; ``scale``: the loss scale it was computed with, if any."""
+        self.state.clear_window()
         self._pending = _Pending(facts, evidence, scale)
 
     def hold_schedules(self) -> None:
@@ -100,7 +104,7 @@ class UpdateLedger:
         pending, self._pending = self._pending, None
         if pending is None:
             return
-        verdict, scale = pending.evidence.verdict(), float(pending.scale)
+        verdict, scale = pending.evidence.verdict(), None if pending.scale is None else float(pending.scale)
         if verdict.skipped is not None:
             self.skipped(pending.facts, verdict, scale)
             return

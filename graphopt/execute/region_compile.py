@@ -24,6 +24,7 @@ from graphopt.capture.trace import fake_like
 from graphopt.execute.region import Region
 from graphopt.execute.region_decompositions import decompositions
 from graphopt.execute.region_graph import RegionGraph
+from graphopt.ir import ops
 from graphopt.ir.fake import FakeTensorMode
 from graphopt.ir.spec import TensorSpec
 
@@ -36,6 +37,12 @@ _SETTINGS = {
     "keep_output_stride": True,
     "fallback_random": True,
     "triton.cudagraphs": False,
+}
+
+_SETTINGS_WITH_CODES = {
+    # What is quantized is rounded to two bytes first, wherever the plan rounds: a difference in the eighth bit would
+    # move a scale, and with it every code. So codes are the operators', and a kept value is the one they stand for.
+    "emulate_precision_casts": True,
 }
 
 _MOST_COMPILED = 512
@@ -61,7 +68,9 @@ def _compile(graph: RegionGraph) -> Callable[[list[Any]], Sequence[Any]]:
     # Inductor keeps what it compiled on disk, but only if it finds a shape environment (unused: all shapes are fixed).
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
     fakes = [fake_like(mode, spec) for spec in graph.input_specs]
-    with torch.no_grad(), config.patch(_SETTINGS), tracing(TracingContext(mode)):
+    makes_codes = any(ops.is_fp8_cast(node) for node in graph.body)
+    settings = {**_SETTINGS, **(_SETTINGS_WITH_CODES if makes_codes else {})}
+    with torch.no_grad(), config.patch(settings), tracing(TracingContext(mode)):
         traced = make_fx(graph.run, decomposition_table=decompositions(), tracing_mode="real")(*fakes)
         _fix_output_layouts(traced, graph.output_specs)
         compiled: Any = compile_fx_inner(traced, fakes)

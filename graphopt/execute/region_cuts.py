@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
+from graphopt.execute import fp8_decompositions
 from graphopt.execute.layer_names import LayerNames
 from graphopt.execute.region_scalars import can_take_numbers
 from graphopt.execute.segments import split_segments
@@ -171,7 +172,7 @@ def _nbytes(node: fx.Node) -> int:
 def stays_plain(node: fx.Node) -> bool:
     """Whether ``node`` must be called as it is: eager's random bits, writes, what Inductor does not know."""
     op = ops.overload(node)
-    if op is None or op.namespace not in ("aten", "prims"):
+    if op is None or not (op.namespace in ("aten", "prims") or _is_known_fp8(node)):
         return True
     if ops.is_random(node) or ops.has_effect(node) or ops.is_uninitialised(node):
         return True
@@ -181,6 +182,11 @@ def stays_plain(node: fx.Node) -> bool:
     if any(_is_unusual(tensor) for tensor in tensors):
         return True
     return not can_take_numbers(node)
+
+
+def _is_known_fp8(node: fx.Node) -> bool:
+    """Whether ``node`` is an FP8 cast that can be taken apart, or an FP8 product: a call inside, as ``mm`` is one."""
+    return fp8_decompositions.can_fuse(node) or ops.is_fp8_matmul(node)
 
 
 def _is_unusual(tensor: torch.Tensor) -> bool:

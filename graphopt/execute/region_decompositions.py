@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch._inductor.decomposition import select_decomp_table
 
+from graphopt.execute.fp8_decompositions import FP8_DECOMPOSITIONS
+
 aten = torch.ops.aten
 
 _Decomposition = Callable[..., tuple[Tensor, ...]]
@@ -24,8 +26,8 @@ _WEIGHT = {aten.native_layer_norm.default: 2, aten.native_group_norm.default: 1}
 
 
 def decompositions() -> dict[Any, Callable[..., Any]]:
-    """Inductor's table, with normalisations whose statistics are those of the operators."""
-    table = dict(select_decomp_table())
+    """Inductor's table, with normalisations whose statistics are those of the operators, and with FP8 casts."""
+    table = {**select_decomp_table(), **FP8_DECOMPOSITIONS}
     for operator, position in _WEIGHT.items():
         table[operator] = _in_float32(table[operator], lambda *args, at=position: _is_float32(args[at]))
     batch_norm = aten._native_batch_norm_legit_functional.default

@@ -49,7 +49,7 @@ def _run_or_skip(
 ) -> None:
     scale = None if ledger.state.scaler is None else float(ledger.state.scaler.scale)
     carried = run_before_commit(run.executable, run.inputs, run.outputs)
-    verdict = evidence(run.executable.program, run.outputs).verdict()
+    verdict = evidence(run.executable.program, run.outputs, seen=ledger.state.seen).verdict()
     if verdict.skipped is not None:
         carried.clear()
         ledger.skipped(facts(), verdict, scale)
@@ -68,13 +68,12 @@ def _run_deciding(
     facts: Callable[[], UpdateFacts],
 ) -> None:
     """Run a program that itself keeps the old values if its gradients cannot be used; nobody waits for it."""
-    assert ledger.state.scaler is not None, "only loss scaling leaves the decision to the program"
-    scale = ledger.state.scaler.scale.clone()
+    scale = None if ledger.state.scaler is None else ledger.state.scaler.scale.clone()
     carried = run_before_commit(run.executable, run.inputs, run.outputs)
     with commit():
         _write(run, carried)
         ledger.state.pager.store.settle()
-        found = evidence(run.executable.program, run.outputs, weight=facts().weight)
+        found = evidence(run.executable.program, run.outputs, weight=facts().weight, seen=ledger.state.seen)
         ledger.decided_later(facts(), found, scale)
     ledger.hold_schedules()
 

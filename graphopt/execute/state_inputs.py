@@ -7,20 +7,40 @@ from typing import Any
 
 import torch
 
+from graphopt.capture.accumulation import WINDOW, WINDOW_LOSS, WINDOW_WEIGHT
 from graphopt.capture.loss_scaling import GOOD_UPDATES, LOSS_SCALE
-from graphopt.capture.update import WINDOW, WINDOW_LOSS, WINDOW_WEIGHT
 from graphopt.execute.train_state import TrainState, zeros
+from graphopt.ir.fp8_watch import HISTORY, NOTHING_WATCHED, WEIGHT_HISTORY, WINDOW_EVIDENCE, Fp8Watch
 from graphopt.ir.spec import Input, InputKind, TensorSpec
 
 
-def state_source(state: TrainState, numbers: Mapping[str, float]) -> Callable[[Input], Any]:
-    """What gives the value of a STATE or SCALAR input: a live tensor of ``state``, or one of ``numbers``."""
-    return lambda entry: numbers[entry.name] if entry.kind is InputKind.SCALAR else _state_tensor(state, entry)
+def state_source(
+    state: TrainState, numbers: Mapping[str, float], watch: Fp8Watch = NOTHING_WATCHED
+) -> Callable[[Input], Any]:
+    """What gives the value of a STATE or SCALAR input: a live tensor of ``state``, or one of ``numbers``.
+
+    ``watch``: the tensors whose histories the program reads.
+    """
+
+    def value(entry: Input) -> Any:
+        if entry.kind is InputKind.SCALAR:
+            return numbers[entry.name]
+        assert isinstance(entry.spec, TensorSpec)
+        if entry.name in (HISTORY, WEIGHT_HISTORY, WINDOW_EVIDENCE):
+            return _fp8_tensor(state, entry.name, watch, entry.spec)
+        return _state_tensor(state, entry)
+
+    return value
 
 
 def no_state(entry: Input) -> Any:
     """For programs that read none."""
     raise AssertionError(f"a forward program reads no {entry.kind} {entry.name}")
+
+
+def _fp8_tensor(state: TrainState, name: str, watch: Fp8Watch, spec: TensorSpec) -> torch.Tensor:
+    assert state.fp8 is not None, "a program that quantizes to FP8 belongs to a step that does"
+    return state.fp8.window_evidence(spec) if name == WINDOW_EVIDENCE else state.fp8.table(name, watch, spec)
 
 
 def _state_tensor(state: TrainState, entry: Input) -> torch.Tensor:

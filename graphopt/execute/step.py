@@ -21,6 +21,7 @@ from graphopt.capture.update_bucket import UpdateBucket
 from graphopt.errors import BatchError, StateError
 from graphopt.execute.cache import SignatureCache, ambient_key, batch_key, describe_batch
 from graphopt.execute.executable import Executable, run_before_commit, run_segment
+from graphopt.execute.fp8_state import Fp8State
 from graphopt.execute.inputs import collect_inputs, refuse_aliased, user_outputs, write_back
 from graphopt.execute.interrupts import held_interrupts
 from graphopt.execute.ledger import UpdateFacts, UpdateLedger
@@ -33,7 +34,7 @@ from graphopt.execute.shared_memory import apart_from
 from graphopt.execute.state_inputs import no_state, state_source
 from graphopt.execute.state_rows import StateRow, state_rows
 from graphopt.execute.update_info import UpdateInfo
-from graphopt.execute.verdict import EMPTY_WINDOW
+from graphopt.execute.verdict import EMPTY_WINDOW, seen_by
 from graphopt.ir.program import Program
 from graphopt.ir.spec import OutputKind, TensorSpec
 from graphopt.optim.state import Weights
@@ -90,6 +91,7 @@ class TrainStep:
         options = builder.options
         self.state = model_state(self.model, options.optimizer, weights=Weights(options.precision.master))
         self.state.scaler = make_scaler(options.loss_scale, self.state.known.values())
+        self.state.fp8 = None if options.precision.fp8 is None else Fp8State(options.precision.fp8)
         self.steps: SignatureCache[_Compiled] = SignatureCache(options.max_signatures)
         self.parts: SignatureCache[Any] = SignatureCache(options.max_signatures)
         self.updates: SignatureCache[Executable] = SignatureCache(options.max_signatures)
@@ -209,6 +211,8 @@ class TrainStep:
                 window.divides = divides
                 window.micro_batches += 1
                 window.touched.update(dict.fromkeys(part.reached))
+                if self.state.fp8 is not None:
+                    self.state.fp8.seen += seen_by(program, outputs)
         result = rebuild(part.captured.structure, user_outputs(program, outputs))
         if window.micro_batches >= self.builder.options.accumulate.steps:
             self._end_window(view)
@@ -252,7 +256,14 @@ class TrainStep:
     def _request(self, buckets: tuple[UpdateBucket, ...]) -> UpdateRequest:
         options = self.builder.options
         clips = options.clip_grad_norm is not None
-        return UpdateRequest(options.optimizer, buckets, clips, options.loss_scale, self.ledger.decides_late)
+        return UpdateRequest(
+            options.optimizer,
+            buckets,
+            clips,
+            options.loss_scale,
+            selects=self.ledger.decides_late,
+            watches_fp8=self.state.fp8 is not None,
+        )
 
     def _inputs(
         self, program: Program, view: ModelView, bound: BoundBatch | None, buckets: tuple[UpdateBucket, ...]
@@ -261,7 +272,8 @@ class TrainStep:
         numbers = self.state.numbers(buckets)
         if self.builder.options.clip_grad_norm is not None:
             numbers[CLIP_SCALAR] = float(self.builder.options.clip_grad_norm)
-        return collect_inputs(program, view, bound, state_source(self.state, numbers), tangent=tangent)
+        source = state_source(self.state, numbers, program.fp8.watch)
+        return collect_inputs(program, view, bound, source, tangent=tangent)
 
     @contextmanager
     def _commit(self) -> Iterator[None]:

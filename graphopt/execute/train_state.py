@@ -9,11 +9,12 @@ from typing import Any
 
 import torch
 
+from graphopt.capture.accumulation import window_spec
 from graphopt.capture.loss_weight import LossWeight
 from graphopt.capture.range_update import PAGES
-from graphopt.capture.update import window_spec
 from graphopt.capture.update_bucket import UPDATE_NUMBER, UpdateBucket, make_bucket
 from graphopt.errors import StateError
+from graphopt.execute.fp8_state import Fp8State, Seen, check_fp8_state
 from graphopt.execute.loss_scaler import LossScaler, check_scaler_state, device_of
 from graphopt.execute.master_watch import MasterWatch
 from graphopt.execute.paging.state_pager import StatePager
@@ -79,6 +80,7 @@ class TrainState:
         self.masters = MasterWatch()
         self.window = Window()
         self.scaler: LossScaler | None = None
+        self.fp8: Fp8State | None = None
         self.skipped = 0
         self.warned = False
 
@@ -90,6 +92,24 @@ class TrainState:
     @updates.setter
     def updates(self, count: int) -> None:
         self.keeper.updates = count
+
+    @property
+    def decides_on_device(self) -> bool:
+        """Whether the compiled program decides if an update is applied: as loss scaling says, or else FP8."""
+        if self.scaler is not None:
+            return self.scaler.decides_on_device
+        return self.fp8 is not None and self.fp8.decides_on_device(device_of(self.known.values()))
+
+    @property
+    def seen(self) -> tuple[Seen, ...]:
+        """What the micro-steps of the open window quantized to FP8."""
+        return () if self.fp8 is None else tuple(self.fp8.seen)
+
+    def clear_window(self) -> None:
+        """Start an empty window."""
+        self.window.clear()
+        if self.fp8 is not None:
+            self.fp8.clear_window()
 
     def warn_unproven(self, weight: LossWeight) -> None:
         """Say once how the window counts where the graph of the loss does not prove that it equals the full batch."""
@@ -226,6 +246,7 @@ class TrainState:
             "counters": {"updates": self.updates, "skipped": self.skipped},
             "random": _random_state(),
             **({} if self.scaler is None else {"loss_scale": self.scaler.state_dict()}),
+            **({} if self.fp8 is None else {"fp8": self.fp8.state_dict()}),
         }
 
     def _group_dict(self, group: Mapping[str, Any]) -> dict[str, Any]:
@@ -256,6 +277,8 @@ class TrainState:
         self.skipped = int(saved["counters"]["skipped"])
         if self.scaler is not None and saved.get("loss_scale") is not None:
             self.scaler.load_state_dict(saved["loss_scale"])
+        if self.fp8 is not None:
+            self.fp8.load_state_dict(saved.get("fp8"))
         _restore_random_state(saved["random"])
 
     def _load_window(self, window: Mapping[str, Any]) -> None:
@@ -272,7 +295,7 @@ class TrainState:
     def _check(self, saved: Mapping[str, Any]) -> dict[str, tuple[Mapping[str, Any], KeptState]]:
         """The options and the kept state of each parameter that has a saved state."""
         expected = {"version", "optimizer", "state", "groups", "window", "counters", "random"}
-        if not isinstance(saved, Mapping) or set(saved) - {"formats", "loss_scale"} != expected:
+        if not isinstance(saved, Mapping) or set(saved) - {"formats", "loss_scale", "fp8"} != expected:
             raise StateError(f"expected a state dict of a compiled step with {sorted(expected)}, came {_keys(saved)}")
         if saved["version"] != FORMAT_VERSION:
             raise StateError(f"the state has format version {saved['version']}, this graphopt reads {FORMAT_VERSION}")
@@ -293,6 +316,7 @@ class TrainState:
         for name, gradient in gradients.items():
             _refuse_other_spec("window gradient", name, gradient, window_spec(TensorSpec.of(self.known[name])))
         check_scaler_state(saved, self.scaler)
+        check_fp8_state(saved)
         formats = saved.get("formats", {})
         return {
             name: (options[name], self.keeper.check(name, options[name], values, formats.get(name)))

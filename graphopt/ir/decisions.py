@@ -9,7 +9,8 @@ from enum import StrEnum
 class Action(StrEnum):
     """SAVE: stays in memory. RECOMPUTE: dropped after the forward part and computed again where the backward part needs
     it. OFFLOAD: leaves for host memory and comes back. RELEASE: a gradient that dies in its own update. KEEP: a
-    gradient that waits for all others. RECAST: a copy of a weight in another dtype, made again where it is needed.
+    gradient that waits for all others. RECAST: a copy in another dtype, made again where it is needed. QUANTIZE: kept
+    for the backward part as FP8 codes.
     """
 
     SAVE = "save"
@@ -18,13 +19,15 @@ class Action(StrEnum):
     RELEASE = "release"
     KEEP = "keep"
     RECAST = "recast"
+    QUANTIZE = "quantize"
 
 
 @dataclass(frozen=True)
 class Decision:
     """One value's fate. ``value``: its node's name; ``nbytes``: what its storage holds; ``seconds``: what the action
     costs by the cost model; ``copies``: how many times it is computed again; ``source``: where it comes from;
-    ``again_at``: names of the backward calls from which on a copy of its own is read (none: one, or as phases say).
+    ``again_at``: names of the backward calls from which on a copy of its own is read (none: one, or as phases say);
+    ``kept_bytes``: what is held in its place, for the actions that keep something smaller.
     """
 
     value: str
@@ -35,6 +38,7 @@ class Decision:
     source: str = ""
     copies: int = 0
     again_at: tuple[str, ...] = ()
+    kept_bytes: int | None = None
 
 
 @dataclass(frozen=True)

@@ -2,13 +2,13 @@
 
 A layer ``y = x W`` makes three: forward ``x[T,K] @ W[K,N]``, input gradient ``dy[T,N] @ W^T``, weight gradient
 ``x^T @ dy``. Each is told by its operands: weights depend on parameters and constants alone, gradients on a tangent,
-activations on the rest.
+activations on the rest. A gradient that no forward product with a weight belongs to is of two activations.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
@@ -58,7 +58,9 @@ class Operand:
 
 @dataclass(frozen=True)
 class Product:
-    """``node`` computes ``a[M,K] @ b[K,N] (+ bias[N])``."""
+    """``node`` computes ``a[M,K] @ b[K,N] (+ bias[N])``. ``forward``: the forward product of its layer (which may be
+    ``node``); None for one of no layer. ``module``: the path that it comes from.
+    """
 
     node: fx.Node
     role: ProductRole
@@ -68,6 +70,8 @@ class Product:
     rows: int
     columns: int
     contraction: int
+    forward: fx.Node | None = None
+    module: str = ""
 
     @property
     def operands(self) -> tuple[Operand, Operand]:
@@ -79,16 +83,23 @@ class Product:
         """The parameters among its operands."""
         return tuple(operand.weight for operand in self.operands if operand.weight)
 
+    def only(self, kind: OperandKind) -> fx.Node:
+        """The value behind the operand of ``kind``, of which there is one in a product of a layer."""
+        (found,) = (operand.source for operand in self.operands if operand.kind is kind)
+        return found
+
 
 def find_products(program: Program) -> tuple[Product, ...]:
     """The products of two matrices in ``program``, in order; batched ones and those with factors are left out."""
-    kinds = _Kinds(program)
+    kinds = OperandKinds(program)
     found = (_product(program, node, kinds) for node in program.ops())
-    return tuple(product for product in found if product is not None)
+    products = tuple(product for product in found if product is not None)
+    forward = [product for product in products if product.role is ProductRole.FORWARD]
+    return tuple(_in_layer(product, forward) for product in products)
 
 
-class _Kinds:
-    """What each value is to a product."""
+class OperandKinds:
+    """What each value of a program is to a product."""
 
     def __init__(self, program: Program) -> None:
         self.gradients = backward_nodes(program)
@@ -102,13 +113,15 @@ class _Kinds:
         }
 
     def of(self, node: fx.Node) -> OperandKind:
+        """The kind of ``node``."""
         if node in self.gradients:
             return OperandKind.GRADIENT
         return OperandKind.ACTIVATION if node in self.varying else OperandKind.WEIGHT
 
     def operand(self, node: fx.Node) -> Operand:
+        """``node`` as a product reads it."""
         base, is_transposed = node, False
-        while _is_transposition(base):
+        while is_transposition(base):
             base, is_transposed = base.all_input_nodes[0], not is_transposed
         kind = self.of(base)
         source = base
@@ -125,14 +138,15 @@ def _reached(program: Program, sources: Iterable[fx.Node]) -> Set[fx.Node]:
     return found
 
 
-def _is_transposition(node: fx.Node) -> bool:
+def is_transposition(node: fx.Node) -> bool:
+    """Whether ``node`` is the transpose of a matrix."""
     if not ops.is_call(node, *_TRANSPOSITIONS):
         return False
     source: Any = node.all_input_nodes[0]
     return node.meta["val"].dim() == 2 and tuple(node.meta["val"].shape) == tuple(source.meta["val"].shape[::-1])
 
 
-def _product(program: Program, node: fx.Node, kinds: _Kinds) -> Product | None:
+def _product(program: Program, node: fx.Node, kinds: OperandKinds) -> Product | None:
     parts = _parts(node)
     if parts is None:
         return None
@@ -140,7 +154,40 @@ def _product(program: Program, node: fx.Node, kinds: _Kinds) -> Product | None:
     a, b = kinds.operand(left), kinds.operand(right)
     rows, contraction = program.spec(left).shape
     columns = program.spec(right).shape[1]
-    return Product(node, _role(node, a, b, kinds), a, b, bias, rows, columns, contraction)
+    module = program.origin(node).module
+    return Product(node, _role(a, b), a, b, bias, rows, columns, contraction, module=module)
+
+
+def _in_layer(product: Product, forward: list[Product]) -> Product:
+    """``product`` with the forward product of its layer; a weight gradient without one is of no layer."""
+    match product.role:
+        case ProductRole.FORWARD:
+            return replace(product, forward=product.node)
+        case ProductRole.INPUT_GRADIENT:
+            found = [other for other in forward if other.only(OperandKind.WEIGHT) is product.only(OperandKind.WEIGHT)]
+        case ProductRole.WEIGHT_GRADIENT:
+            found = [other for other in forward if _is_weight_gradient_of(product, other)]
+        case _:
+            return product
+    if not found:
+        is_open = product.role is ProductRole.WEIGHT_GRADIENT
+        return replace(product, role=ProductRole.OTHER) if is_open else product
+    # A weight, or an input, may have several layers; then the gradient comes from the same module as its own.
+    return replace(product, forward=max(found, key=lambda other: other.module == product.module).node)
+
+
+def _is_weight_gradient_of(product: Product, forward: Product) -> bool:
+    """Whether ``product`` contracts the rows of what ``forward`` reads, and has the shape of its weight."""
+    read, own = product.only(OperandKind.ACTIVATION), forward.only(OperandKind.ACTIVATION)
+    shape = {product.rows, product.columns} == {forward.columns, forward.contraction}
+    return shape and product.contraction == forward.rows and _whole(read) is _whole(own)
+
+
+def _whole(node: fx.Node) -> fx.Node:
+    """The value that ``node`` shows in another shape."""
+    while ops.keeps_order(node) and node.all_input_nodes:
+        node = node.all_input_nodes[0]
+    return node
 
 
 def _parts(node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node | None] | None:
@@ -153,7 +200,7 @@ def _parts(node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node | None] | None:
     return None
 
 
-def _role(node: fx.Node, a: Operand, b: Operand, kinds: _Kinds) -> ProductRole:
+def _role(a: Operand, b: Operand) -> ProductRole:
     pair = {a.kind, b.kind}
     if pair == {OperandKind.ACTIVATION, OperandKind.WEIGHT}:
         return ProductRole.FORWARD

@@ -47,7 +47,7 @@ def read_logits(program: Program, logits: fx.Node) -> LogitChain | str:
     steps: list[fx.Node] = []
     node = logits
     while _product_arguments(program, node) is None:
-        source = _source(program, node)
+        source = logit_source(program, node)
         if source is None:
             return f"logits come through {node.name} ({node.target}), not straight from a linear layer"
         steps.append(node)
@@ -93,7 +93,7 @@ def _read_scales(program: Program, product: fx.Node, steps: list[fx.Node], *, ha
     return _Scales(bias, inner * outer, outer if is_capped else 0.0)
 
 
-def _source(program: Program, node: fx.Node) -> fx.Node | None:
+def logit_source(program: Program, node: fx.Node) -> fx.Node | None:
     """The argument that holds the logits before ``node``, if ``node`` treats them class by class."""
     if node.op != "call_function" or not node.args or not isinstance(node.args[0], fx.Node):
         return None

@@ -10,7 +10,7 @@ import torch
 
 import graphopt.operators.block_update  # noqa: F401  registers operators that are named below
 from graphopt.ir import transfer_ops
-from graphopt.operators import paged_update
+from graphopt.operators import fp8, paged_update
 from graphopt.operators.embedding_rows import ADD_EMBEDDING_ROWS
 
 aten = torch.ops.aten
@@ -103,6 +103,20 @@ MATMULS = frozenset(
     }
 )
 
+# A matrix to FP8 codes and scales, or back.
+FP8_CASTS = frozenset(
+    {
+        fp8.QUANTIZE,
+        fp8.QUANTIZE_TRANSPOSED,
+        fp8.QUANTIZE_BOTH,
+        fp8.QUANTIZE_DELAYED,
+        fp8.QUANTIZE_DELAYED_BOTH,
+        fp8.DEQUANTIZE,
+    }
+)
+
+FP8_MATMULS = frozenset({fp8.MATMUL})
+
 ATTENTION = frozenset(
     {
         aten.scaled_dot_product_attention.default,
@@ -112,6 +126,37 @@ ATTENTION = frozenset(
         aten._scaled_dot_product_cudnn_attention.default,
     }
 )
+
+ATTENTION_BACKWARD = frozenset(
+    {
+        aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
+        aten._scaled_dot_product_flash_attention_backward.default,
+        aten._scaled_dot_product_efficient_attention_backward.default,
+        aten._scaled_dot_product_cudnn_attention_backward.default,
+    }
+)
+
+# Their arguments called ``input`` or ``x`` are what was normalised.
+NORMALISATION_BACKWARD = frozenset(
+    {
+        aten.native_layer_norm_backward.default,
+        aten.native_group_norm_backward.default,
+        aten._fused_rms_norm_backward.default,
+    }
+)
+
+SOFTMAX = frozenset(
+    {
+        aten._softmax.default,
+        aten._safe_softmax.default,
+        aten._log_softmax.default,
+        aten.softmax.int,
+        aten.log_softmax.int,
+    }
+)
+
+# Pointwise backward operators that compute with ``1 - result``, whose digits are gone near 1.
+NEAR_ONE = frozenset({aten.tanh_backward.default, aten.sigmoid_backward.default})
 
 # The first result has the shape of the first argument; the others are statistics, one number for each row.
 ROW_NORMALISATIONS = frozenset({aten.native_layer_norm.default, aten._fused_rms_norm.default})

@@ -185,9 +185,48 @@ def is_matmul(node: fx.Node) -> bool:
     return overload(node) in tables.MATMULS
 
 
+def is_fp8_cast(node: fx.Node) -> bool:
+    """Whether ``node`` makes FP8 codes of a matrix, or a matrix of FP8 codes."""
+    return overload(node) in tables.FP8_CASTS
+
+
+def is_fp8_matmul(node: fx.Node) -> bool:
+    """Whether ``node`` is a product of two matrices in FP8."""
+    return overload(node) in tables.FP8_MATMULS
+
+
 def is_attention(node: fx.Node) -> bool:
     """Whether ``node`` is a fused attention product."""
     return overload(node) in tables.ATTENTION
+
+
+def is_attention_backward(node: fx.Node) -> bool:
+    """Whether ``node`` is the backward of a fused attention product."""
+    return overload(node) in tables.ATTENTION_BACKWARD
+
+
+def is_normalisation_backward(node: fx.Node) -> bool:
+    """Whether ``node`` is the backward of a layer, group or RMS normalisation."""
+    return overload(node) in tables.NORMALISATION_BACKWARD
+
+
+def is_softmax(node: fx.Node) -> bool:
+    """Whether ``node`` is a softmax or its logarithm."""
+    return overload(node) in tables.SOFTMAX
+
+
+def subtracts_from_one(node: fx.Node) -> bool:
+    """Whether ``node`` is a backward operator that computes with one minus the forward result."""
+    return overload(node) in tables.NEAR_ONE
+
+
+def argument_names(node: fx.Node, value: fx.Node) -> tuple[str, ...]:
+    """Under which names of its schema ``node`` reads ``value`` as a whole argument."""
+    op = overload(node)
+    if op is None:
+        return ()
+    given = [(entry.name, argument(node, i, entry.name)) for i, entry in enumerate(op._schema.arguments)]
+    return tuple(name for name, held in given if held is value)
 
 
 def is_normalised_row(node: fx.Node) -> bool:

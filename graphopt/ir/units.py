@@ -28,6 +28,11 @@ def format_seconds(seconds: float) -> str:
     return f"{seconds * 1000:.1f} ms" if seconds < 1 else f"{seconds:.2f} s"
 
 
+def format_microseconds(seconds: float) -> str:
+    """``seconds`` in microseconds, whatever their size: ``12.3 us``, to be compared with one another."""
+    return f"{seconds * 1e6:,.1f} us"
+
+
 _SIZE = re.compile(r"\s*(?P<number>\d+(\.\d+)?)\s*(?P<unit>[A-Za-z]*)\s*")
 _FACTORS = {
     **{unit.lower(): _STEP**power for power, unit in enumerate(_UNITS)},

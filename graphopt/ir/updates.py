@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from graphopt.ir import ops
+from graphopt.ir.fp8_watch import FP8_EVIDENCE
 from graphopt.ir.liveness import backward_nodes, forward_end
 from graphopt.ir.program import Program, nodes_in
 from graphopt.ir.spec import InputKind, Output, OutputKind
@@ -90,13 +91,16 @@ def _targets_by_parameter(program: Program) -> dict[str, list[fx.Node]]:
 
 
 def _reached_by_the_update(program: Program) -> set[fx.Node]:
-    """Nodes that a number or a state of the update goes into (for membership tests; never iterate)."""
+    """Nodes that a number, a state or evidence goes into, all of the update (for membership tests; never iterate)."""
     read_early = {argument for node in program.ops()[: forward_end(program)] for argument in node.all_input_nodes}
     reached = {
         node
         for node, entry in zip(program.placeholders(), program.signature.inputs, strict=True)
         if entry.kind in (InputKind.STATE, InputKind.SCALAR) and node not in read_early
     }
+    # What is found out about all tensors decides about updates, though no number of theirs goes into it.
+    values = zip(program.output_values(), program.signature.outputs, strict=True)
+    reached |= {value for value, output in values if output.name == FP8_EVIDENCE and output.kind is OutputKind.USER}
     for node in program.ops():
         if any(argument in reached for argument in node.all_input_nodes):
             reached.add(node)

@@ -16,15 +16,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from graphopt.kernels.fp8_format import (
-    Grid,
-    decode,
-    encode,
-    format_named,
-    grid_shape,
-    group_amax,
-    scale_of,
-)
+from graphopt.kernels import fp8_cast, fp8_matmul
+from graphopt.kernels.fp8_format import Grid, format_named, grid_shape
+from graphopt.kernels.fp8_product import Operand, Product
 
 LIBRARY = torch.library.Library("graphopt", "FRAGMENT")
 
@@ -59,37 +53,34 @@ _ONE_SCALE: Grid = (0, 0)
 
 def quantize(x: Tensor, format: str, block: Sequence[int], power_of_two: bool) -> tuple[Tensor, Tensor]:
     """The codes of x [M,K] and their scales."""
-    grid, kind = _grid(block), format_named(format)
-    scale = scale_of(group_amax(x, grid), kind, power_of_two=power_of_two)
-    return encode(x, scale, grid, kind).contiguous(), scale
+    return fp8_cast.quantize(x, format, _grid(block), power_of_two=power_of_two)
 
 
 def quantize_transposed(x: Tensor, format: str, block: Sequence[int], power_of_two: bool) -> tuple[Tensor, Tensor]:
     """The codes [K,M] of the transpose of x, contiguous, and their scales; ``block`` is that of the transpose."""
-    return quantize(x.t(), format, block, power_of_two)
+    return fp8_cast.quantize(x.t(), format, _grid(block), power_of_two=power_of_two)
 
 
 def quantize_both(
     x: Tensor, format: str, block: Sequence[int], block_t: Sequence[int], power_of_two: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """What ``quantize`` gives with ``block``, then what ``quantize_transposed`` gives with ``block_t``."""
-    return (*quantize(x, format, block, power_of_two), *quantize_transposed(x, format, block_t, power_of_two))
+    return fp8_cast.quantize_both(x, format, _grid(block), _grid(block_t), power_of_two=power_of_two)
 
 
 def quantize_delayed(x: Tensor, scale: Tensor, format: str) -> tuple[Tensor, Tensor]:
     """The codes of x [M,K] at ``scale`` f32[1,1], saturating, and the largest absolute value of x, f32[]."""
-    return encode(x, scale, _ONE_SCALE, format_named(format)).contiguous(), group_amax(x, _ONE_SCALE).reshape(())
+    return fp8_cast.quantize_delayed(x, scale, format)
 
 
 def quantize_delayed_both(x: Tensor, scale: Tensor, format: str) -> tuple[Tensor, Tensor, Tensor]:
     """As ``quantize_delayed``, with the codes of the transpose, contiguous, between the two."""
-    codes, amax = quantize_delayed(x, scale, format)
-    return codes, codes.t().contiguous(), amax
+    return fp8_cast.quantize_delayed_both(x, scale, format)
 
 
 def dequantize(codes: Tensor, scale: Tensor, block: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """``codes * scale`` [M,K] in ``dtype``."""
-    return decode(codes, scale, _grid(block)).to(dtype).contiguous()
+    """``codes * scale`` [M,K] in ``dtype``, contiguous."""
+    return fp8_cast.dequantize(codes, scale, _grid(block), dtype)
 
 
 def matmul(
@@ -102,9 +93,9 @@ def matmul(
     bias: Tensor | None,
     dtype: torch.dtype,
 ) -> Tensor:
-    """``(a * a_scale) @ (b * b_scale) + bias`` [M,N], summed in float32."""
-    product = decode(a, a_scale, _grid(a_block)) @ decode(b, b_scale, _grid(b_block))
-    return (product if bias is None else product + bias.float()).to(dtype)
+    """``(a * a_scale) @ (b * b_scale) + bias`` [M,N]; see ``graphopt.kernels.fp8_product``."""
+    operands = Operand(a, a_scale, _grid(a_block)), Operand(b, b_scale, _grid(b_block))
+    return fp8_matmul.matmul(Product(*operands, bias, dtype))
 
 
 def _grid(block: Sequence[int]) -> Grid:

@@ -13,7 +13,7 @@ from graphopt.ir.spec import OutputKind
 from graphopt.ir.text_diff import text_diff
 from graphopt.pipeline.pass_base import Numerics, Pass
 from graphopt.pipeline.pipeline import Pipeline, Verify
-from graphopt.pipeline.prove import NUMERIC_TOLERANCE
+from graphopt.pipeline.prove import numeric_tolerance
 
 _INFINITE = float("inf")
 _NUM_DIFFERENCES = 10
@@ -96,7 +96,7 @@ def _differences(item: Pass, before: Program, after: Program, numbers: Sequence[
     if shared is None:
         return
     try:
-        found = differences(shared, after, numbers, tolerance=NUMERIC_TOLERANCE[Numerics(item.numerics)])
+        found = differences(shared, after, numbers, tolerance=numeric_tolerance(item))
     except Exception:  # a program that breaks the rules of the IR may not run; the reason says why
         return
     yield from found

@@ -12,8 +12,10 @@ from graphopt.passes.defer_head_gradient import DeferHeadGradient
 from graphopt.passes.drop_dead import DropDead
 from graphopt.passes.fold_constants import FoldConstants
 from graphopt.passes.fold_identities import FoldIdentities
+from graphopt.passes.fold_quantize import FoldQuantize
 from graphopt.passes.fuse_linear_loss import FuseLinearLoss
 from graphopt.passes.insert_quantize import InsertQuantize
+from graphopt.passes.keep_quantized import KeepQuantized
 from graphopt.passes.lower_precision import LowerPrecision
 from graphopt.passes.merge_loss_gradient import MergeLossGradient
 from graphopt.passes.offload import Offload
@@ -29,6 +31,7 @@ from graphopt.passes.scatter_embedding_gradient import ScatterEmbeddingGradient
 from graphopt.passes.scatter_loss_gradient import ScatterLossGradient
 from graphopt.passes.simplify_algebra import SimplifyAlgebra
 from graphopt.passes.skip_gradient_casts import SkipGradientCasts
+from graphopt.passes.split_linear import SplitLinear
 from graphopt.passes.tag_fp8 import TagFp8
 from graphopt.pipeline.pass_base import Pass
 from graphopt.pipeline.pipeline import Pipeline
@@ -81,8 +84,20 @@ def fp8_passes(precision: Precision) -> tuple[Pass, ...]:
     return (
         TagFp8(precision.fp8),  # behind what removes and merges: it counts the products that really run
         InsertQuantize(precision.fp8),  # acts on the tags
+        FoldQuantize(),  # behind it: weights that are stored as FP8 codes are read as they are
+        KeepQuantized(precision.fp8),  # knows which codes products read; before anything is dropped for memory
         DropDead(),  # copies in bfloat16 that nothing reads any more
     )
+
+
+def inference_passes(precision: Precision) -> tuple[Pass, ...]:
+    """The passes that put a forward that is not differentiated into FP8, as training has it; none without a recipe.
+
+    Nor for a recipe whose scales are state of the step: evaluation neither changes it nor computes with a stale one.
+    """
+    if precision.fp8 is None or precision.fp8.has_state:
+        return ()
+    return (SplitLinear(), *fp8_passes(precision))  # before tagging, which counts products of matrices
 
 
 def step_pipeline(memory: MemoryRequest = NO_REQUEST) -> Pipeline:
@@ -145,3 +160,8 @@ def with_less_room(pipeline: Pipeline, *, reserved_bytes: int, margin_bytes: int
             for item in pipeline
         )
     )
+
+
+def with_micro_steps(pipeline: Pipeline, count: int) -> Pipeline:
+    """``pipeline`` for steps whose weights serve ``count`` micro-batches."""
+    return Pipeline(tuple(replace(item, micro_steps=count) if isinstance(item, TagFp8) else item for item in pipeline))

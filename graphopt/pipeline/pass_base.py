@@ -57,6 +57,8 @@ class Pass(ABC):
     stage: ClassVar[Stage] = Stage.ANY
     """The stage of Program it accepts; ANY for every stage."""
     numerics: ClassVar[Numerics] = Numerics.EXACT
+    tolerance: ClassVar[float | None] = None
+    """The largest relative error that the numeric check allows; None for what is usual for ``numerics``."""
     after: ClassVar[tuple[str, ...]] = ()
     """Names of passes that must not come later in the same pipeline."""
     in_place: ClassVar[bool] = False

@@ -25,6 +25,11 @@ NUMERIC_TOLERANCE = {
 }
 
 
+def numeric_tolerance(item: Pass) -> float:
+    """The largest relative error that ``item`` may cause in the numeric check."""
+    return NUMERIC_TOLERANCE[Numerics(item.numerics)] if item.tolerance is None else item.tolerance
+
+
 class Verify(StrEnum):
     """How much the pipeline proves after each pass; each level includes the ones before it."""
 
@@ -65,7 +70,7 @@ def prove(
 
 def _prove_numbers(item: Pass, before: Program, after: Program, inputs: Sequence[Any] | None) -> None:
     numbers = random_inputs(before) if inputs is None else inputs
-    found = differences(before, after, numbers, tolerance=NUMERIC_TOLERANCE[Numerics(item.numerics)])
+    found = differences(before, after, numbers, tolerance=numeric_tolerance(item))
     if found:
         listed = "\n  ".join(map(str, found))
         raise contract_error(item, before, after, f"it declares {item.numerics}, but numbers differ:\n  {listed}")

@@ -18,6 +18,7 @@ from torch.utils.flop_counter import flop_registry
 from graphopt.ir import ops
 from graphopt.ir.program import Program
 from graphopt.ir.storage import tensors_in
+from graphopt.operators import fp8
 
 aten = torch.ops.aten
 
@@ -57,7 +58,19 @@ def node_seconds(node: fx.Node, rates: Rates) -> float:
 def moved_bytes(node: fx.Node) -> int:
     """Bytes of all tensors that ``node`` reads and writes."""
     read = sum(_nbytes(tensor) for argument in node.all_input_nodes for tensor in tensors_in(argument.meta.get("val")))
+    if _looks_first(node):
+        read += _nbytes(node.all_input_nodes[0].meta["val"])
     return read + sum(_nbytes(tensor) for tensor in tensors_in(node.meta.get("val")))
+
+
+def _looks_first(node: fx.Node) -> bool:
+    """Whether ``node`` reads all of its argument for a scale before it reads it again for FP8 codes."""
+    if not ops.is_call(node, fp8.QUANTIZE, fp8.QUANTIZE_TRANSPOSED, fp8.QUANTIZE_BOTH):
+        return False
+    grids = [item for item in node.args if isinstance(item, (list, tuple))]
+    # Where the transpose is quantized, its columns are the rows.
+    along_rows = 1 if ops.is_call(node, fp8.QUANTIZE_TRANSPOSED) else 0
+    return any(grid[along_rows if i == 0 else 1] == 0 for i, grid in enumerate(grids))
 
 
 def node_flops(node: fx.Node) -> int:
@@ -100,4 +113,5 @@ _OWN: dict[Any, Callable[..., int]] = {
     aten._scaled_dot_product_flash_attention_for_cpu.default: _attention,
     aten._scaled_dot_product_flash_attention_for_cpu_backward.default: _attention_backward,
     aten.linear.default: lambda x, weight, bias=None: 2 * x.numel() * weight.shape[0],
+    fp8.MATMUL: lambda a, a_scale, a_block, b, *rest: 2 * a.numel() * b.shape[1],
 }

@@ -52,6 +52,7 @@ def build_report(
         decisions=program.decisions,
         state=tuple(state),
         precision=program.precision,
+        fp8=program.fp8,
     )
 
 

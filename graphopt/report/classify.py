@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import fx
 
-from graphopt.capture.update import WINDOW
+from graphopt.capture.accumulation import WINDOW
 from graphopt.execute.segments import split_segments
 from graphopt.ir import ops
 from graphopt.ir.liveness import MemoryPlan

@@ -9,6 +9,7 @@ from typing import Any
 
 from graphopt.execute.state_rows import StateRow
 from graphopt.ir.decisions import DecisionTable
+from graphopt.ir.fp8_table import Fp8Table
 from graphopt.ir.precision_table import PrecisionTable
 from graphopt.pipeline.pass_base import PassRecord
 
@@ -85,8 +86,8 @@ class Report:
     """All that a compiled step says about itself. Bytes are ints; ``timeline`` has one point for each operator.
 
     ``predicted_peak_bytes`` and ``measured_peak_bytes`` are above ``resident_bytes``; ``largest`` leaves out what is
-    resident. ``state`` lists how the optimizer state of each parameter is kept, and why. ``str(report)`` is the table
-    as text.
+    resident. ``state`` lists how the optimizer state of each parameter is kept, and why; ``fp8`` which products run in
+    FP8, and why. ``str(report)`` is the table as text.
     """
 
     records: tuple[PassRecord, ...]
@@ -103,6 +104,7 @@ class Report:
     decisions: DecisionTable = field(default_factory=DecisionTable)
     state: tuple[StateRow, ...] = ()
     precision: PrecisionTable = field(default_factory=PrecisionTable)
+    fp8: Fp8Table = field(default_factory=Fp8Table)
 
     @property
     def peak(self) -> TimelinePoint | None:

@@ -27,8 +27,10 @@ def action_totals(table: DecisionTable) -> list[str]:
         rows = table.with_action(action)
         if rows:
             nbytes, seconds = sum(row.nbytes for row in rows), sum(row.seconds for row in rows)
+            replaced = [row.kept_bytes for row in rows if row.kept_bytes is not None]
+            size = format_bytes(nbytes) + (f" kept as {format_bytes(sum(replaced))}" if replaced else "")
             cost = f", {format_seconds(seconds)} by the cost model" if seconds else ""
-            lines.append(f"{action}: {len(rows)} values, {format_bytes(nbytes)}{cost}")
+            lines.append(f"{action}: {len(rows)} values, {size}{cost}")
     return lines
 
 
@@ -77,7 +79,13 @@ def describe(row: Decision) -> str:
     """One decision as a line: what, why, bytes and cost."""
     cost = f", {format_seconds(row.seconds)} by the cost model" if row.seconds else ""
     copies = f", {row.copies} times" if row.copies > 1 else ""
-    return f"{row.action} {row.value} ({format_bytes(row.nbytes)}{cost}{copies}): {row.reason}"
+    return f"{row.action} {row.value} ({_size(row)}{cost}{copies}): {row.reason}"
+
+
+def _size(row: Decision) -> str:
+    """Bytes of the value, and of what is kept in its place."""
+    kept = "" if row.kept_bytes is None else f" kept as {format_bytes(row.kept_bytes)}"
+    return format_bytes(row.nbytes) + kept
 
 
 def _largest(table: DecisionTable) -> list[Decision]:
@@ -86,7 +94,7 @@ def _largest(table: DecisionTable) -> list[Decision]:
 
 def _cells(row: Decision) -> tuple[str, ...]:
     cost = format_seconds(row.seconds) if row.seconds else ""
-    return (str(row.action), row.value, format_bytes(row.nbytes), cost, str(row.copies or ""), row.reason, row.source)
+    return (str(row.action), row.value, _size(row), cost, str(row.copies or ""), row.reason, row.source)
 
 
 def _html_row(row: Decision) -> str:

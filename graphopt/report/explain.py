@@ -21,6 +21,7 @@ from graphopt.ir.units import format_bytes
 from graphopt.report.build import segment_name
 from graphopt.report.classify import Classifier
 from graphopt.report.decisions import decision_lines
+from graphopt.report.fp8 import module_lines, parameter_lines, value_lines
 from graphopt.report.gradients import parameter_gradients
 from graphopt.report.precision import precision_lines
 from graphopt.report.state import state_lines
@@ -88,6 +89,7 @@ class _Explainer:
         if entry.kind is InputKind.PARAM:
             lines += [*self._training(entry.name), *state_lines(self.state, entry.name)]
         lines += precision_lines(self.program.precision.reading(entry.name))
+        lines += parameter_lines(self.program.fp8, entry.name)
         return [*lines, *self._refusals({node.name})]
 
     def _training(self, parameter: str) -> list[str]:
@@ -120,6 +122,7 @@ class _Explainer:
         saved = is_forward and not self.saved.isdisjoint(self.storages.held[node])
         lines.append(f"  saved for backward: {'yes' if saved else 'no'}")
         lines += precision_lines(self.program.precision.at(node.name, self.program.origin(node)))
+        lines += value_lines(self.program.fp8, node.name)
         return [*lines, *self._decisions(node), *self._refusals({node.name})]
 
     def _module(self, path: str) -> list[str]:
@@ -148,6 +151,7 @@ class _Explainer:
         if len(allocating) > _NUM_VALUES:
             lines.append(f"  and {len(allocating) - _NUM_VALUES} smaller values")
         lines += precision_lines(self.program.precision.within(path))
+        lines += module_lines(self.program.fp8, path)
         decided = decision_lines(self.program.decisions, {node.name for node in values if not is_twin(node)})
         return [*lines, *decided[:_NUM_VALUES], *self._refusals({node.name for node in values})]
 
@@ -204,7 +208,7 @@ class _Explainer:
             f"  {record.name} declined at {refusal.node}: {refusal.reason}"
             for record in self.program.history
             for refusal in record.refusals
-            if refusal.node in names
+            if refusal.node in names and not self.program.fp8.tells(refusal.node, refusal.reason)
         ]
 
 

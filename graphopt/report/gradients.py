@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import fx
 
-from graphopt.capture.update import WINDOW
+from graphopt.capture.accumulation import WINDOW
 from graphopt.execute.segments import split_segments
 from graphopt.ir import ops
 from graphopt.ir.program import Program

@@ -10,6 +10,7 @@ from graphopt.ir.units import format_bytes, format_seconds
 from graphopt.pipeline.pass_base import PassRecord
 from graphopt.report.data import MemoryClass, Report
 from graphopt.report.decisions import decision_html
+from graphopt.report.fp8 import fp8_html
 from graphopt.report.plot import memory_plot
 from graphopt.report.precision import precision_html
 from graphopt.report.state import state_html
@@ -70,6 +71,7 @@ def report_html(report: Report) -> str:
         _section("Passes", _pass_table(report.records)),
         _section("Largest values at the peak", _largest_table(report)),
         _section("Precision", precision_html(report.precision)),
+        _section("FP8", fp8_html(report.fp8)),
         _section("Decisions", decision_html(report.decisions)),
         _section("Declined rewrites", _refusal_table(report.records)),
         _section("Notes", _notes(report.notes)),

@@ -7,7 +7,7 @@ from html import escape
 
 from rich.table import Table
 
-from graphopt.capture.update import WINDOW
+from graphopt.capture.accumulation import WINDOW
 from graphopt.execute.state_rows import NO_STATE, StateRow
 from graphopt.ir.program import Program
 from graphopt.ir.spec import InputKind

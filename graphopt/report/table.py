@@ -12,6 +12,7 @@ from graphopt.ir.units import format_bytes, format_seconds
 from graphopt.pipeline.pass_base import PassRecord
 from graphopt.report.data import Report
 from graphopt.report.decisions import decision_text
+from graphopt.report.fp8 import fp8_text
 from graphopt.report.precision import precision_text
 from graphopt.report.state import state_text
 
@@ -29,6 +30,7 @@ def report_text(report: Report, *, width: int = _WIDTH) -> str:
         *state_text(report.state),
         _largest_table(report),
         *precision_text(report.precision),
+        *fp8_text(report.fp8),
         *decision_text(report.decisions),
         *refusal_lines(report.records),
         *(f"note: {note}" for note in report.notes),

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <memory>
 
+#include "fp8_calls.h"
 #include "maps.h"
 #include "numbers.h"
 

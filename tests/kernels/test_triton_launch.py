@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from types import SimpleNamespace
-from typing import Any
-
 import pytest
 import torch
 
 pytest.importorskip("triton")
 
-import triton
-from triton.backends.compiler import GPUTarget
 
 from graphopt.kernels import block_adam_triton, block_lion_triton
 from graphopt.kernels.block_update import flat_items
 from graphopt.kernels.launch_triton import Tiling, is_aligned, tile_table
+from tests.support.absent_gpu import CompilingOnly, pretend_a_gpu
 from tests.support.blocks import adam_scalars, item_of, lion_scalars, options
 
 KERNELS = {
@@ -25,34 +20,9 @@ KERNELS = {
 }
 
 
-@dataclass
-class CompilingOnly:
-    """Takes the place of a kernel: a launch asks Triton for the compiled kernel as a GPU would, and runs nothing."""
-
-    kernel: Any
-    grids: list[tuple[int, ...]] = field(default_factory=list)
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        self.grids.append(grid)
-        return lambda *arguments, **named: self.kernel.run(*arguments, grid=grid, warmup=True, **named)
-
-    @property
-    def num_compiled(self) -> int:
-        return sum(len(caches[0]) for caches in self.kernel.device_caches.values())
-
-
-@pytest.fixture
-def absent_gpu(monkeypatch):
-    """An H100 as far as compiling is concerned."""
-    target = GPUTarget("cuda", 90, 32)
-    driver = SimpleNamespace(
-        get_current_device=lambda: "absent", get_current_stream=lambda _: 0, get_current_target=lambda: target
-    )
-    monkeypatch.setattr(triton.runtime.driver, "_active", driver)
-
-
 @pytest.fixture(params=KERNELS)
-def launched(request, monkeypatch, absent_gpu):
+def launched(request, monkeypatch):
+    pretend_a_gpu(monkeypatch)
     module, name, scalars_of, num_moments = KERNELS[request.param]
     kernel = CompilingOnly(getattr(module, name))
     kernel.kernel.device_caches.clear()

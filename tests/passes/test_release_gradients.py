@@ -11,7 +11,8 @@ from torch import nn
 import graphopt
 from graphopt import optim
 from graphopt.build import training_program
-from graphopt.capture.update import GRAD_NORM, UpdateRequest, append_window, window_update_program
+from graphopt.capture.accumulation import append_window
+from graphopt.capture.update import GRAD_NORM, UpdateRequest, window_update_program
 from graphopt.capture.update_bucket import make_bucket
 from graphopt.execute.executable import build_executable
 from graphopt.ir import ops

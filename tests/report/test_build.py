@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from graphopt.build import training_program
+from graphopt.capture.accumulation import append_window
 from graphopt.capture.loss_weight import find_loss_weight
-from graphopt.capture.update import append_window
 from graphopt.execute.executable import Executable, build_executable
 from graphopt.execute.measure import MemoryTrace
 from graphopt.execute.segments import split_segments

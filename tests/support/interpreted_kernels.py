@@ -15,10 +15,8 @@ from typing import Any
 
 os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
 
-import numpy as np
 import torch
 from torch import Tensor
-from triton.runtime.interpreter import InterpreterBuilder
 
 from graphopt.kernels import block_adam, block_adam_triton, block_lion, block_lion_triton, block_quantize_triton
 from graphopt.kernels.block_maps import MAPS
@@ -26,6 +24,7 @@ from graphopt.kernels.block_quantize import Draw, dequantize_reference, quantize
 from graphopt.kernels.block_update import BlockItem, BlockOptions, Moment, flat_items
 from graphopt.kernels.counter_random import key_of
 from tests.support.blocks import adam_scalars, copy_of, item_of, lion_scalars, options, written
+from tests.support.counted_bytes import counted_bytes
 
 KERNELS: dict[str, tuple[Any, Any, Any, int]] = {
     "adam": (block_adam, block_adam_triton, adam_scalars, 2),
@@ -117,29 +116,11 @@ def quantize_cases() -> Iterator[tuple[str, int]]:
 
 def count_bytes(kernel: str, dtype: torch.dtype) -> int:
     """Bytes that one update of NUM_COUNTED elements loads and stores, tables and scalars each time they are read."""
-    moved = 0
-    load, store = InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store
-
-    def count(pointers: Any, mask: Any) -> None:
-        nonlocal moved
-        moved += int(np.sum(mask.data)) * pointers.get_element_ty().primitive_bitwidth // 8
-
-    def counting_load(self: Any, pointers: Any, mask: Any, *arguments: Any) -> Any:
-        count(pointers, mask)
-        return load(self, pointers, mask, *arguments)
-
-    def counting_store(self: Any, pointers: Any, value: Any, mask: Any, *arguments: Any) -> Any:
-        count(pointers, mask)
-        return store(self, pointers, value, mask, *arguments)
-
-    InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store = counting_load, counting_store
-    try:
-        _, interpreted, scalars_of, _ = KERNELS[kernel]
-        items = flat_items([item(NUM_COUNTED, (dtype, dtype), kernel=kernel)], options(), 1)
+    _, interpreted, scalars_of, _ = KERNELS[kernel]
+    items = flat_items([item(NUM_COUNTED, (dtype, dtype), kernel=kernel)], options(), 1)
+    with counted_bytes() as moved:
         interpreted.update_(items, scalars_of(1), options(), None)
-    finally:
-        InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store = load, store
-    return moved
+    return moved.num_bytes
 
 
 def main() -> None:

@@ -6,6 +6,7 @@ import re
 import subprocess
 import tempfile
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,8 @@ from graphopt.kernels.launch_triton import Tiling, launch_options
 
 # A load or store of global memory that no mask guards: ``ld.global.v4.b32`` gives ("ld", "v4.b32").
 UNGUARDED = re.compile(r"^\s*(ld|st)\.global(?:\.\w+::\w+)*\.((?:v\d\.)?b\d+)", re.MULTILINE)
+# The same, behind a mask or not.
+GLOBAL = re.compile(r"\b(ld|st)\.global(?:\.\w+::\w+)*\.((?:v\d\.)?b\d+)")
 
 
 @dataclass(frozen=True)
@@ -34,13 +37,33 @@ class Compiled:
         """How often each width is loaded ("ld") or stored ("st") without a mask."""
         return Counter(width for found, width in UNGUARDED.findall(self.ptx) if found == operation)
 
+    def moved(self, operation: str) -> Counter[str]:
+        """How often each width is loaded or stored, behind a mask or not."""
+        return Counter(width for found, width in GLOBAL.findall(self.ptx) if found == operation)
+
 
 def compile_for(
     kernel: Any, signature: dict[str, str], constants: dict[str, Any], tiling: Tiling, arch: int
 ) -> Compiled:
     """``kernel`` for sm_``arch`` with the options of a launch; Triton keeps the result in its cache."""
-    source = ASTSource(fn=kernel, signature=signature | dict.fromkeys(constants, "constexpr"), constexprs=constants)
-    compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=launch_options(tiling))
+    return compiled_with(kernel, signature, constants, launch_options(tiling), arch)
+
+
+def compiled_with(
+    kernel: Any,
+    signature: dict[str, str],
+    constants: dict[str, Any],
+    options: dict[str, Any],
+    arch: int,
+    *,
+    multiples_of_16: Collection[str] = (),
+) -> Compiled:
+    """``kernel`` for sm_``arch``; a launch finds by itself which arguments are ``multiples_of_16``."""
+    names = kernel.arg_names
+    types = signature | dict.fromkeys(constants, "constexpr")
+    hints = {(names.index(name),): [["tt.divisibility", 16]] for name in multiples_of_16}
+    source = ASTSource(fn=kernel, signature={name: types[name] for name in names}, constexprs=constants, attrs=hints)
+    compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
     return Compiled(compiled.asm["ptx"], *resources(compiled.asm["cubin"]))
 
 

@@ -1,0 +1,148 @@
+"""The tensors that a joint Program quantizes to FP8, each with a name that other batch signatures give it too."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence, Set
+from dataclasses import dataclass
+from enum import StrEnum
+
+from torch import fx
+
+from graphopt.ir import ops
+from graphopt.ir.liveness import backward_nodes
+from graphopt.ir.program import Program
+from graphopt.ir.spec import InputKind, OutputKind
+from graphopt.operators.fp8 import MATMUL, QUANTIZE, QUANTIZE_BOTH, QUANTIZE_TRANSPOSED
+
+QUANTIZERS = (QUANTIZE, QUANTIZE_TRANSPOSED, QUANTIZE_BOTH)
+_VARYING = (InputKind.BATCH, InputKind.TANGENT, InputKind.SEED)
+
+
+class Role(StrEnum):
+    """What a quantized tensor is to the product that reads it; KEPT: none does, it is kept for the backward part."""
+
+    WEIGHT = "weight"
+    INPUT = "input"
+    GRADIENT = "gradient"
+    KEPT = "kept"
+
+
+@dataclass(frozen=True)
+class QuantizedTensor:
+    """A value that ``quantizers`` make codes of, in order; all of them see the same numbers, in one format."""
+
+    name: str
+    role: Role
+    quantizers: tuple[fx.Node, ...]
+
+    @property
+    def format(self) -> str:
+        """The name of the format."""
+        return str(self.quantizers[0].args[1])
+
+
+def quantized_tensors(program: Program) -> tuple[QuantizedTensor, ...]:
+    """The tensors that ``program`` quantizes with scales of their present values, in order.
+
+    A tensor is called after the module of the first product that reads it, and its role there ("gradient": of what that
+    module returns); a parameter by its own name. Where a module runs several times, its later tensors have ``#2``,
+    ``#3``, ... behind the name.
+    """
+    groups: dict[tuple[fx.Node, str], list[fx.Node]] = {}
+    for node in program.ops():
+        if ops.is_call(node, *QUANTIZERS):
+            groups.setdefault((_behind_views(node.args[0]), str(node.args[1])), []).append(node)  # type: ignore[arg-type]
+    namer = _Namer(program)
+    return tuple(namer.named(source, tuple(nodes)) for (source, _), nodes in groups.items())
+
+
+def _behind_views(node: fx.Node) -> fx.Node:
+    while ops.is_view(node):
+        node = node.all_input_nodes[0]
+    return node
+
+
+def _behind_copies(node: fx.Node) -> fx.Node:
+    """What codes are made from."""
+    while ops.is_view(node) or ops.is_getitem(node) or ops.is_conversion(node) or ops.is_call(node, *QUANTIZERS):
+        node = node.all_input_nodes[0]
+    return node
+
+
+class _Namer:
+    """Gives each tensor a role and a name of its own."""
+
+    def __init__(self, program: Program) -> None:
+        inputs = tuple(zip(program.placeholders(), program.signature.inputs, strict=True))
+        self.program = program
+        self.gradients = backward_nodes(program)
+        self.varying = _reached(program, (node for node, entry in inputs if entry.kind in _VARYING))
+        self.parameters = {node: entry.name for node, entry in inputs if entry.kind is InputKind.PARAM}
+        self.trained = {
+            value: output.name
+            for value, output in zip(program.output_values(), program.signature.outputs, strict=True)
+            if output.kind is OutputKind.GRAD
+        }
+        self.order = {node: i for i, node in enumerate(program.graph.nodes)}
+        self.times: dict[str, int] = {}
+
+    def named(self, source: fx.Node, quantizers: tuple[fx.Node, ...]) -> QuantizedTensor:
+        products = self._products(quantizers)
+        role = self._role(source, products)
+        name = self.parameters.get(source)
+        if name is None:
+            module = self._module(products or [source], role)
+            name = f"{module}.{role}" if module else str(role)
+        self.times[name] = times = self.times.get(name, 0) + 1
+        return QuantizedTensor(name if times == 1 else f"{name}#{times}", role, quantizers)
+
+    def _role(self, source: fx.Node, products: Sequence[fx.Node]) -> Role:
+        if source in self.gradients:
+            return Role.GRADIENT
+        if source not in self.varying:
+            return Role.WEIGHT
+        return Role.INPUT if products else Role.KEPT
+
+    def _module(self, readers: Sequence[fx.Node], role: Role) -> str:
+        """The path of the module that the first of ``readers`` belongs to.
+
+        In the backward part origins are guesses, and parameters say it better.
+        """
+        if role is Role.GRADIENT:
+            for name in filter(None, map(self._parameter, readers)):
+                return name.rpartition(".")[0]
+        return self.program.origin(readers[0]).module
+
+    def _parameter(self, product: fx.Node) -> str | None:
+        """The parameter that ``product`` reads, or whose gradient it is."""
+        for operand in product.all_input_nodes:
+            name = self.parameters.get(_behind_copies(operand))
+            if name is not None:
+                return name
+        node = product
+        while node not in self.trained and len(node.users) == 1:
+            node = next(iter(node.users))
+            if not (ops.is_view(node) or ops.is_conversion(node)):
+                return None
+        return self.trained.get(node)
+
+    def _products(self, quantizers: Iterable[fx.Node]) -> list[fx.Node]:
+        """The products that read codes of ``quantizers``, as they are or through views, in order."""
+        found: list[fx.Node] = []
+        waiting = [user for node in quantizers for user in node.users if ops.is_getitem(user)]
+        while waiting:
+            for user in waiting.pop().users:
+                if ops.is_call(user, MATMUL):
+                    found.append(user)
+                elif ops.is_view(user):
+                    waiting.append(user)
+        return sorted(dict.fromkeys(found), key=self.order.__getitem__)
+
+
+def _reached(program: Program, sources: Iterable[fx.Node]) -> Set[fx.Node]:
+    """``sources`` and what is computed from them (for membership tests; never iterate)."""
+    found = set(sources)
+    for node in program.ops():
+        if not found.isdisjoint(node.all_input_nodes):
+            found.add(node)
+    return found

@@ -1,0 +1,93 @@
+"""What delayed scaling has seen: for each quantized tensor its largest absolute values in the last micro-steps.
+
+Tensors are known by name. A program gets the rows of its tensors as one table; where the next program has others
+(another batch shape makes other products eligible), the table is put together anew from the same rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from graphopt.errors import StateError
+
+
+@dataclass
+class _Table:
+    """Live rows f32[T,H] of the tensors ``names``, the latest value first."""
+
+    names: tuple[str, ...]
+    values: torch.Tensor
+
+
+class Fp8History:
+    """Rows of ``length`` values by name; zeros stand for nothing seen."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+        self._tables: dict[str, _Table] = {}
+        self._parked: dict[str, torch.Tensor] = {}
+
+    def table(self, state_name: str, names: tuple[str, ...], device: torch.device) -> torch.Tensor:
+        """The live rows of ``names``, f32[T,H], which programs read and write as ``state_name``."""
+        table = self._tables.get(state_name)
+        if table is None or table.names != names:
+            self._park(state_name)
+            table = self._tables[state_name] = _Table(names, self._assembled(names, device))
+        if table.values.device != device:
+            table.values = table.values.to(device)
+        return table.values
+
+    def rows(self) -> dict[str, torch.Tensor]:
+        """A copy of the row f32[H] of every tensor, by name."""
+        live = {
+            name: row for table in self._tables.values() for name, row in zip(table.names, table.values, strict=True)
+        }
+        return {name: row.clone() for name, row in sorted({**self._parked, **live}.items())}
+
+    def load(self, rows: Mapping[str, torch.Tensor]) -> None:
+        """Take over ``rows``; of longer ones the latest values, shorter ones are filled up with nothing seen."""
+        self._tables.clear()
+        self._parked = {name: self._fitted(row) for name, row in rows.items()}
+
+    def _park(self, state_name: str) -> None:
+        table = self._tables.pop(state_name, None)
+        if table is not None:
+            self._parked.update(zip(table.names, table.values.clone().unbind(), strict=True))
+
+    def _assembled(self, names: tuple[str, ...], device: torch.device) -> torch.Tensor:
+        rows = [self._parked.pop(name, None) for name in names]
+        nothing = torch.zeros(self.length, device=device)
+        return torch.stack([nothing if row is None else row.to(device) for row in rows])
+
+    def _fitted(self, row: torch.Tensor) -> torch.Tensor:
+        fitted = row.new_zeros(self.length)
+        kept = min(self.length, row.numel())
+        fitted[:kept] = row[:kept]
+        return fitted
+
+
+def saved_rows(rows: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    """``rows`` as a state dict holds them: names and one table f32[T,H]."""
+    return {"names": list(rows), "values": torch.stack(list(rows.values())) if rows else torch.zeros(0, 0)}
+
+
+def checked_rows(saved: object) -> dict[str, torch.Tensor]:
+    """The rows in what ``saved_rows`` gave; StateError if it is damaged."""
+    if not isinstance(saved, Mapping) or set(saved) != {"names", "values"}:
+        raise StateError(f"expected names and values of an FP8 history, came {_keys(saved)}")
+    names, values = saved["names"], saved["values"]
+    if not isinstance(values, torch.Tensor) or values.dtype != torch.float32 or values.dim() != 2:
+        raise StateError("the values of an FP8 history are a float32 table of one row for each tensor; this is none")
+    if len(names) != values.shape[0] or len(set(names)) != len(names):
+        raise StateError(f"the FP8 history has {values.shape[0]} rows for the names {list(names)}")
+    if not bool((torch.isfinite(values) & (values >= 0)).all()):
+        raise StateError("the FP8 history holds values that are no largest absolute values: negative, Inf or NaN")
+    return dict(zip(names, values.clone().unbind(), strict=True))
+
+
+def _keys(value: object) -> object:
+    return sorted(map(str, value)) if isinstance(value, Mapping) else type(value).__name__

@@ -1,0 +1,179 @@
+"""What decides about FP8 before costs do: devices, names, dtypes, places in the model, sizes; each with its reason."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+
+import torch
+from torch import fx
+
+from graphopt.errors import UnsupportedError
+from graphopt.fp8 import ProductFacts, Recipe
+from graphopt.ir.fp8_places import Places, edge_layer_of, edge_layers, matching_modules
+from graphopt.ir.fp8_products import OperandKind, Product, ProductRole
+from graphopt.ir.module_paths import matching_pattern
+from graphopt.ir.program import Program
+from graphopt.ir.spec import dtype_name
+
+MULTIPLE = 16
+"""Of columns and contraction: cuBLAS and ``torch._scaled_mm`` take no other ("trailing dimension of mat1", "both
+dimensions of mat2"), and tiles are loaded by descriptors of 16 bytes. Rows are free."""
+
+MOST_EMULATED_WORK = 0.25
+"""More work by zeros at most where costs are not counted: a 97th column is worth 15 more, a second is not worth 14."""
+
+_TWO_BYTES = (torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """``is_fp8``: decided, or None where costs decide (or, without costs, nothing is against it); ``reason``: why."""
+
+    is_fp8: bool | None
+    reason: str = ""
+
+
+class Rules:
+    """The rules of ``recipe`` for the products of ``program``; raises UnsupportedError for patterns of no product."""
+
+    def __init__(self, program: Program, recipe: Recipe, products: Sequence[Product], modules: Sequence[str]) -> None:
+        self._program = program
+        self._recipe = recipe
+        self._forward: Mapping[fx.Node, Product] = {product.node: product for product in products}
+        self._places = Places(program)
+        self._edges = edge_layers(
+            (product.module for product in products), first=recipe.skip_first, last=recipe.skip_last
+        )
+        check_patterns("exclude", recipe.exclude, modules)
+        check_patterns("include", recipe.include, modules)
+
+    def weights(self, product: Product) -> tuple[str, ...]:
+        """The parameters that ``product`` reads, or whose gradient it is."""
+        is_gradient = product.role is ProductRole.WEIGHT_GRADIENT and product.forward is not None
+        return self._forward[product.forward].weights if is_gradient else product.weights  # type: ignore[index]
+
+    def verdict(self, product: Product) -> Verdict:
+        """What is decided about ``product`` before its sizes and costs are looked at."""
+        excluded = matching_pattern(product.module, self._recipe.exclude)
+        included = matching_pattern(product.module, self._recipe.include)
+        if excluded:
+            return Verdict(False, f"excluded by name ({excluded!r})")
+        impossible = self._impossible(product)
+        if impossible:
+            return Verdict(False, self.other_reason(product.module, impossible))
+        if included:
+            return Verdict(True, f"included by name ({included!r})")
+        if self._recipe.choose is not None:
+            is_chosen = self._chosen(product)
+            return Verdict(is_chosen, "chosen by choose" if is_chosen else "not chosen by choose")
+        place = self._place(product)
+        return Verdict(False, place) if place else Verdict(None)
+
+    def other_reason(self, module: str, reason: str) -> str:
+        """``reason``, why a product in ``module`` is never in FP8, and what the recipe's names say about it."""
+        if matching_pattern(module, self._recipe.exclude):
+            return reason
+        included = matching_pattern(module, self._recipe.include)
+        return reason + (f"; included by name ({included!r}) in vain" if included else "")
+
+    def _impossible(self, product: Product) -> str:
+        if product.role is ProductRole.OTHER:
+            return _other_reason(product)
+        dtypes = {self._program.spec(operand.base).dtype for operand in product.operands}
+        others = sorted(dtype_name(dtype) for dtype in dtypes if dtype not in _TWO_BYTES)
+        if others:
+            return f"operands are {' and '.join(others)}, not of two bytes (kept by the model or by keep_fp32)"
+        if product.role is ProductRole.WEIGHT_GRADIENT and self._recipe.weight_gradient == "bf16":
+            return 'weight gradients are asked for in bf16 (weight_gradient="bf16")'
+        return ""
+
+    def _place(self, product: Product) -> str:
+        forward = product.forward or product.node
+        reason = self._places.head(forward) or self._places.router(forward)
+        return reason or edge_layer_of(product.module, self._edges)
+
+    def _chosen(self, product: Product) -> bool:
+        facts = facts_of(product, self.weights(product))
+        assert self._recipe.choose is not None, "asked only where there is a predicate"
+        try:
+            return bool(self._recipe.choose(facts))
+        except Exception as error:
+            raise UnsupportedError(
+                f"choose raised {type(error).__name__}: {error}, for {facts}; it is expected to say True or False for "
+                "every product"
+            ) from error
+
+
+def facts_of(product: Product, weights: tuple[str, ...]) -> ProductFacts:
+    """What a predicate is asked about."""
+    sizes = (product.rows, product.columns, product.contraction)
+    return ProductFacts(product.module, str(product.role), *sizes, weights)
+
+
+def check_patterns(option: str, patterns: Sequence[str], modules: Sequence[str]) -> None:
+    """Raise UnsupportedError for a pattern that names none of ``modules`` and nothing that they lie in."""
+    paths = matching_modules(modules)
+    unknown = [pattern for pattern in patterns if not any(fnmatchcase(path, pattern) for path in paths)]
+    if not unknown:
+        return
+    last = {path.rpartition(".")[2]: path for path in reversed(paths)}
+    close = [
+        name
+        for pattern in unknown
+        for name in (
+            *((f"*.{pattern}",) if pattern in last else ()),
+            *get_close_matches(pattern, paths, n=3),
+            *(f"*.{match}" for match in get_close_matches(pattern, list(last), n=2, cutoff=0.8) if match != pattern),
+        )
+    ]
+    raise UnsupportedError(
+        f"{option} expects patterns of module paths, came {', '.join(map(repr, unknown))}, which no module with a "
+        f"matrix product matches; there are {', '.join(dict.fromkeys(close or paths[:5])) or 'none'}"
+    )
+
+
+def pad_of(product: Product) -> tuple[int, int, int]:
+    """The zeros that rows, columns and contraction of ``product`` need."""
+    return 0, -product.columns % MULTIPLE, -product.contraction % MULTIPLE
+
+
+def pad_reason(product: Product) -> str:
+    """Which sizes are no multiple, and to what they are padded at the price of how much more work."""
+    sizes = []
+    for name, size, more in zip(_size_names(product), _sizes(product), pad_of(product), strict=True):
+        if more:
+            sizes.append(f"{name} {size} to {size + more}")
+    return f"{' and '.join(sizes)}, the next multiple of {MULTIPLE}: {more_work(product):.0%} more work"
+
+
+def more_work(product: Product) -> float:
+    """The part of ``product``'s work that the zeros add."""
+    _, columns, contraction = pad_of(product)
+    return (product.columns + columns) * (product.contraction + contraction) / (
+        product.columns * product.contraction
+    ) - 1
+
+
+def _sizes(product: Product) -> tuple[int, int, int]:
+    return product.rows, product.columns, product.contraction
+
+
+def _size_names(product: Product) -> tuple[str, str, str]:
+    """Rows, columns and contraction as parts of the layer."""
+    tokens, read, written = "tokens", "input features", "output features"
+    match product.role:
+        case ProductRole.FORWARD:
+            return tokens, written, read
+        case ProductRole.INPUT_GRADIENT:
+            return tokens, read, written
+    return (written, read, tokens) if product.a.kind is OperandKind.GRADIENT else (read, written, tokens)
+
+
+def _other_reason(product: Product) -> str:
+    kinds = {operand.kind for operand in product.operands}
+    if kinds == {OperandKind.WEIGHT}:
+        return "product of two weights: not supported yet"
+    return "product of two activations, or its gradient: never"

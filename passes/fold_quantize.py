@@ -1,0 +1,160 @@
+"""Fold quantize: what is quantized from what was dequantized is what it was; only the copies that are read are made.
+
+Before::
+
+    wide: 'bf16[M,K]' = graphopt.dequantize_fp8.default(codes, scale, [1, 128], bf16)
+    again: '(f8e4m3[M,K], f32[M,K/128])' = graphopt.quantize_fp8.default(wide, 'e4m3', [1, 128], True)
+    both: '(f8, f32, f8, f32)' = graphopt.quantize_fp8_both.default(x, 'e4m3', [1, 0], [1, 0], True)  # two are read
+
+After (readers of ``again`` read ``codes`` and ``scale``)::
+
+    both: '(f8e4m3[M,K], f32[M,1])' = graphopt.quantize_fp8.default(x, 'e4m3', [1, 0], True)
+
+A pair is folded where format and grid are the same, and what lies in between has float32's range. Quantizing again
+would find the same codes, as dequantizing rounds away at most 2**-9 of a number and the border to another code is at
+least 2**-5 away; but it would compute a scale from rounded values, up to 2**-8 beside the one that was used. So folding
+takes an error out and puts none in. With powers of two for scales the numbers are equal bit by bit (where the largest
+code of a group is half of the largest there is, quantizing again would double the codes and halve the scale), unless
+they lie below 2**-124.
+
+Saves two passes over a value, one byte an element for each copy that is not read, and the value in between. Costs
+nothing. Numerics: lossy, towards what was meant.
+
+Refuses a pair in float16, whose range a value may have left; codes of the transpose, which lie in another order; and
+what ``Merger`` in ir/merging.py refuses.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import fx
+
+from graphopt.ir import ops
+from graphopt.ir.erase import erase_dead
+from graphopt.ir.fp8_products import is_transposition
+from graphopt.ir.merging import Merger, same_tensor
+from graphopt.ir.program import Program
+from graphopt.operators.fp8 import DEQUANTIZE, QUANTIZE, QUANTIZE_BOTH, QUANTIZE_TRANSPOSED
+from graphopt.pipeline.pass_base import Changes, Numerics, Pass, Refusal, until_stable
+
+_WIDE = (torch.bfloat16, torch.float32)
+"""What may lie between: types with the range of float32."""
+
+
+@dataclass(frozen=True)
+class FoldQuantize(Pass):
+    """See the module's docstring."""
+
+    name: ClassVar[str] = "fold-quantize"
+    numerics: ClassVar[Numerics] = Numerics.LOSSY
+
+    def apply(self, program: Program) -> Changes:
+        """Fold in graph order until nothing is left to fold."""
+        return until_stable(program, _fold_once)
+
+
+def _fold_once(program: Program) -> Changes:
+    merger = Merger(program)
+    count = 0
+    refusals: list[Refusal] = []
+    for node in program.ops():
+        merger.settle(node)
+        for copy in _copies(node):
+            folded, objection = _fold(merger, node, copy)
+            count += folded
+            if objection is not None:
+                refusals.append(Refusal.at(node, objection))
+        count += _narrow(program, merger, node)
+    return Changes(count, tuple(refusals))
+
+
+@dataclass(frozen=True)
+class _Copy:
+    """Codes that a quantize operator makes: positions of codes and scales among its results, grid, orientation."""
+
+    codes: int
+    scale: int
+    grid: tuple[int, ...]
+    is_transposed: bool
+
+
+def _copies(node: fx.Node) -> Iterator[_Copy]:
+    args: Any = node.args
+    if ops.is_call(node, QUANTIZE, QUANTIZE_TRANSPOSED):
+        yield _Copy(0, 1, tuple(args[2]), node.target is QUANTIZE_TRANSPOSED)
+    elif ops.is_call(node, QUANTIZE_BOTH):
+        yield _Copy(0, 1, tuple(args[2]), False)
+        yield _Copy(2, 3, tuple(args[3]), True)
+
+
+# ---- pairs -------------------------------------------------------------------------------------------------------
+
+
+def _fold(merger: Merger, node: fx.Node, copy: _Copy) -> tuple[int, str | None]:
+    """The number of results of ``node`` that were replaced by what was dequantized, and why others were not."""
+    source, turns = _dequantized(node)
+    results = [user for user in node.users if user.args[1] in (copy.codes, copy.scale)]
+    if source is None or not results:
+        return 0, None
+    codes, scale, grid = source.args[:3]
+    assert isinstance(codes, fx.Node) and isinstance(scale, fx.Node), f"{source.name} dequantizes no nodes"
+    if turns != copy.is_transposed:
+        return 0, f"codes of {codes.name} lie in another order"
+    if tuple(grid) != copy.grid:  # type: ignore[arg-type]
+        return 0, f"{codes.name} has its scales on the grid {list(grid)}, not {list(copy.grid)}"  # type: ignore[arg-type]
+    if source.meta["val"].dtype not in _WIDE:
+        return 0, f"{source.name} may have left the range of {source.meta['val'].dtype}"
+    pairs = [(user, codes if user.args[1] == copy.codes else scale) for user in results]
+    if not all(same_tensor(user, original) for user, original in pairs):
+        return 0, f"{codes.name} is another format or lies differently in memory"
+    objections = [merger.objection(user, original) for user, original in pairs]
+    if any(objections):
+        return 0, next(filter(None, objections))
+    for user, original in pairs:
+        merger.merge(user, original)
+    return len(pairs), None
+
+
+def _dequantized(node: fx.Node) -> tuple[fx.Node | None, bool]:
+    """The dequantize operator whose result ``node`` quantizes, and whether its transpose is; None for others."""
+    value: Any = node.args[0]
+    turned = False
+    while is_transposition(value):
+        value, turned = value.all_input_nodes[0], not turned
+    return (value if ops.is_call(value, DEQUANTIZE) else None), turned
+
+
+# ---- copies that nobody reads ------------------------------------------------------------------------------------
+
+
+def _narrow(program: Program, merger: Merger, node: fx.Node) -> int:
+    """Drop a quantize operator that nobody reads, or the layout of two that nobody reads; the number of changes."""
+    copies = tuple(_copies(node))
+    if not copies:
+        return 0
+    read = {user.args[1] for user in node.users if user.users}
+    wanted = [copy for copy in copies if read & {copy.codes, copy.scale}]
+    if len(wanted) == len(copies):
+        return 0
+    if wanted:
+        _make_alone(program, merger, node, wanted[0])
+    else:
+        erase_dead(program, list(node.users) or [node])
+    return 1
+
+
+def _make_alone(program: Program, merger: Merger, both: fx.Node, copy: _Copy) -> None:
+    """Let an operator that makes only ``copy`` take the place of ``both``."""
+    args: Any = both.args
+    target = QUANTIZE_TRANSPOSED if copy.is_transposed else QUANTIZE
+    alone = program.insert_before(both, target, args[0], args[1], list(copy.grid), args[4])
+    for user in tuple(both.users):
+        if user.users:
+            place = 0 if user.args[1] == copy.codes else 1
+            merger.substitute(user, program.insert_before(both, operator.getitem, alone, place))
+    erase_dead(program, list(both.users) or [both])

@@ -1,0 +1,247 @@
+"""Activations that wait for the backward part wait as FP8 codes, one byte an element.
+
+Before (recipe tensorwise; ``mm_3`` and ``mm_13`` are a forward and a weight-gradient product of attention's output)::
+
+    codes: 'f8e4m3[T,D]', scale: 'f32[1,1]' = graphopt.quantize_fp8.default(view(out), 'e4m3', [0, 0], False)
+    mm_3 = graphopt.fp8_matmul.default(codes, scale, ...)                      # forward
+    silu: 'bf16[T,F]' = aten.silu.default(gate)
+    ...
+    mul = aten.mul.Tensor(grad, silu)                                          # backward
+    attention_backward = aten._scaled_dot_product_..._backward.default(grad, q, k, v, out, ...)
+    mm_13 = graphopt.fp8_matmul.default(t(grad_codes), ..., codes, scale, ...)
+
+After (``saved="all"``): ``gate``, ``silu``, ``out`` and ``v`` die in the forward part::
+
+    silu_codes, silu_scale = graphopt.quantize_fp8.default(silu, 'e4m3', [1, 128], True)
+    ...
+    silu_again = graphopt.dequantize_fp8.default(silu_codes, silu_scale, [1, 128], torch.bfloat16)
+    mul = aten.mul.Tensor(grad, silu_again)
+    out_again = graphopt.dequantize_fp8.default(codes, scale, [0, 0], torch.bfloat16)
+    ...
+
+What is kept of a value follows from who reads it in the backward part:
+
+- FP8 products alone: the codes that they read. This is exact. With ``saved="none"`` the value itself is kept, and the
+  same codes are made of it again.
+- Others too (``saved="products"`` and "all"): they read what the codes stand for, so that one byte is kept, not three.
+- Others alone (``saved="all"``): codes are made for keeping, E4M3 with a power of two for each 128 elements.
+- Float32 copies of a value in two bytes are made again from it (``saved="all"``). This is exact.
+
+Saves 1 byte of 2, or 3 of 4, an element. Costs a pass over each value that is quantized and a pass for each reader. The
+values of the forward part stay as they are, and so does the loss. What is decided here does not depend on what else is
+computed again or moved: with and without checkpointing, gradients are bit-equal.
+
+Refuses, with a row that says why, what ``Fp8Tolerance`` objects to: attention's queries and keys, results of a softmax,
+random draws, statistics, what products in two bytes read, what is compared or subtracted from one, what the gradient of
+the loss itself is made from; and outputs. Then the value is kept as it is, and its codes are made again rather than
+kept beside it. Weights are ``recast-weights``' affair. Values below 4 KiB are left alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import fx
+
+from graphopt.fp8 import Recipe, recipe_of
+from graphopt.ir import ops
+from graphopt.ir.decisions import Action, Decision
+from graphopt.ir.erase import erase_dead
+from graphopt.ir.fp8_codes import Codes, codes_of, is_quantize, make_again, make_one_layout
+from graphopt.ir.fp8_rows import covers, make_rows, objection_to_rows, rows_of, value_again
+from graphopt.ir.fp8_tolerance import Fp8Tolerance
+from graphopt.ir.kept_values import ForwardValue, LateUse, forward_values
+from graphopt.ir.program import Program, Stage
+from graphopt.ir.spec import dtype_name
+from graphopt.ir.twins import insert_twin
+from graphopt.ir.view_copies import view_again
+from graphopt.pipeline.pass_base import Changes, Numerics, Pass
+from graphopt.planner.costs import node_seconds
+from graphopt.planner.machine_rates import machine_rates
+
+_WORTH_QUANTIZING = 4 * 2**10
+"""Bytes of a value. Below, two calls cost more than the memory is worth."""
+
+
+@dataclass(frozen=True)
+class KeepQuantized(Pass):
+    """See the module's docstring. ``recipe``: a ``graphopt.fp8`` value or its name; its ``saved`` counts."""
+
+    recipe: Recipe | str = "tensorwise"
+
+    name: ClassVar[str] = "keep-quantized"
+    stage: ClassVar[Stage] = Stage.JOINT
+    numerics: ClassVar[Numerics] = Numerics.LOSSY
+    after: ClassVar[tuple[str, ...]] = ("tag-fp8", "insert-quantize")
+
+    def apply(self, program: Program) -> Changes:
+        """Act on each value that the backward part reads, and write a row about it."""
+        if not program.fp8.rows:
+            return Changes(0)
+        saved = recipe_of(self.recipe).saved
+        program.refresh()  # views of what an earlier pass exchanged show the memory of what stands there now
+        count = _drop_wide_copies(program) if saved == "all" else 0
+        keeper = _Keeper(program, saved)
+        count += sum(keeper.settle(value) for value in keeper.values)
+        program.decisions = program.decisions.joined(*keeper.rows)
+        if count:
+            program.refresh()
+        return Changes(count)
+
+
+def _drop_wide_copies(program: Program) -> int:
+    """Let the backward part make float32 copies of values in two bytes again; how many."""
+    tolerance = Fp8Tolerance(program)
+    rows = []
+    for value in forward_values(program):
+        if not value.uses or value.is_returned or not _is_large(value) or not tolerance.is_activation(value):
+            continue
+        if not _widens_two_bytes(program, value.base):
+            continue
+        base: Any = value.base
+        for use in value.uses:
+            copy = insert_twin(program, use.user, base, base.target, *base.args, **base.kwargs)
+            _read_instead(program, (use,), {base: copy})
+        source = base.args[0].name
+        reason = f"a float32 copy of {source}, made again from it where it is read; exact"
+        seconds = node_seconds(base, machine_rates()) * len(value.uses)
+        origin = str(program.origin(base))
+        rows.append(Decision(base.name, Action.RECAST, value.nbytes, seconds, reason, origin, len(value.uses)))
+    program.decisions = program.decisions.joined(*rows)
+    if rows:
+        program.refresh()
+    return len(rows)
+
+
+def _widens_two_bytes(program: Program, node: fx.Node) -> bool:
+    if not ops.is_conversion(node) or program.spec(node).dtype is not torch.float32:
+        return False
+    return program.spec(node.all_input_nodes[0]).dtype.itemsize == 2
+
+
+def _is_large(value: ForwardValue) -> bool:
+    return value.nbytes >= _WORTH_QUANTIZING
+
+
+def _read_instead(program: Program, uses: Iterable[LateUse], made: dict[fx.Node, fx.Node]) -> None:
+    """Let ``uses`` read what ``made`` has in the place of what they read, or views of it."""
+    for use in uses:
+        again = view_again(program, use.value, use.user, dict(made))
+        if again is not use.value:
+            use.user.replace_input_with(use.value, again)
+            erase_dead(program, (use.value,))
+
+
+class _Keeper:
+    """Settles what is kept of each value of a program; ``rows`` says what and why."""
+
+    def __init__(self, program: Program, saved: str) -> None:
+        self.rows: list[Decision] = []
+        self.values = forward_values(program)
+        self._program = program
+        self._saved = saved
+        self._tolerance = Fp8Tolerance(program)
+        self._rates = machine_rates()
+        self._value_of = {node: value for value in self.values for node in value.holders}
+        self._position = {node: i for i, node in enumerate(program.ops())}
+
+    def settle(self, value: ForwardValue) -> int:
+        """Decide about ``value`` and act; 1 if something changed."""
+        if not _is_large(value) or not self._tolerance.is_activation(value):
+            return 0
+        if self._program.decisions.of(value.base.name) is not None:
+            return 0  # settled before
+        codes = self._codes(value)
+        read = [each for each in codes if self._uses(each.codes)]
+        others = [use for use in value.uses if not is_quantize(use.user)]
+        if not read and not others:
+            return 0
+        if self._saved == "none":
+            return self._keep_value(value, read, "the recipe keeps nothing in FP8")
+        if value.is_returned:
+            return self._keep_value(value, read, "an output of the program holds it")
+        if not others:
+            self._note_codes(value, read)
+            return 0
+        objection = self._tolerance.objection(value, others)
+        return (
+            self._restore(value, codes, read, others) if objection is None else self._keep_value(value, read, objection)
+        )
+
+    def _uses(self, node: fx.Node) -> tuple[LateUse, ...]:
+        found = self._value_of.get(node)
+        return () if found is None else found.uses
+
+    def _codes(self, value: ForwardValue) -> list[Codes]:
+        """Codes that the forward part makes of ``value``."""
+        calls = dict.fromkeys(user for holder in value.holders for user in holder.users)
+        return [each for call in calls if is_quantize(call) and call in self._position for each in codes_of(call)]
+
+    def _note_codes(self, value: ForwardValue, read: list[Codes]) -> None:
+        """The products alone read ``value``: nothing is to be done."""
+        products = dict.fromkeys(use.user.name for each in read for use in self._uses(each.codes))
+        reason = f"kept as FP8: the codes that {', '.join(products)} read; exact"
+        self._add(value, Action.QUANTIZE, reason, kept_bytes=_nbytes(read))
+
+    def _restore(self, value: ForwardValue, codes: list[Codes], read: list[Codes], others: list[LateUse]) -> int:
+        """Let ``others`` read the value as codes have it: those that are kept anyway, that there are, or new ones."""
+        base = value.base
+        is_whole = self._program.spec(base).nbytes == value.nbytes
+        fitting = [each for each in (*read, *codes) if is_whole and covers(self._program, each, base)]
+        if not fitting:
+            objection = self._objection_to_new(value, read, is_whole=is_whole)
+            if objection is not None:
+                return self._keep_value(value, read, objection)
+        rows = rows_of(self._program, fitting[0]) if fitting else make_rows(self._program, base)
+        seconds = 0.0 if rows.made is None else node_seconds(rows.made, self._rates)
+        for use in others:
+            again, call = value_again(self._program, rows, base, use.user)
+            seconds += node_seconds(call, self._rates)
+            _read_instead(self._program, (use,), {base: again})
+        beside = [each for each in read if not fitting or each is not fitting[0]]
+        how = "codes of a product" if fitting else f"E4M3 codes with a scale for each {rows.grid[1]} elements"
+        readers = ", ".join(dict.fromkeys(use.user.name for use in others))
+        reason = f"kept as FP8: {how}; read back for {readers}"
+        self._add(value, Action.QUANTIZE, reason, seconds=seconds, kept_bytes=rows.nbytes + _nbytes(beside))
+        return 1
+
+    def _objection_to_new(self, value: ForwardValue, read: list[Codes], *, is_whole: bool) -> str | None:
+        """Why no codes are made for keeping ``value``, or None."""
+        if read:
+            return "the codes that products read show only a part of it"
+        if self._saved != "all":
+            return "no product reads it in FP8"
+        if not is_whole:
+            return "its elements do not fill the memory that holds them"
+        return objection_to_rows(self._program, value.base)
+
+    def _keep_value(self, value: ForwardValue, read: list[Codes], why: str) -> int:
+        """Keep ``value`` itself; codes that the backward part reads are made of it again."""
+        seconds = 0.0
+        for each in read:
+            uses = tuple(dict.fromkeys((*self._uses(each.codes), *self._uses(each.scale))))
+            first = min((use.user for use in uses), key=self._position.__getitem__)
+            codes, scale = make_again(self._program, each, first)
+            seconds += node_seconds(codes.all_input_nodes[0], self._rates)
+            _read_instead(self._program, uses, {each.codes: codes, each.scale: scale})
+            if each.call.users:
+                make_one_layout(self._program, each.call)
+        name = dtype_name(self._program.spec(value.base).dtype)
+        again = "; the codes that products read are made of it again" if read else ""
+        self._add(value, Action.SAVE, f"kept in {name}: {why}{again}", seconds=seconds)
+        return 1 if read else 0
+
+    def _add(
+        self, value: ForwardValue, action: Action, reason: str, *, seconds: float = 0.0, kept_bytes: int | None = None
+    ) -> None:
+        source = str(self._program.origin(value.base))
+        row = Decision(value.base.name, action, value.nbytes, seconds, reason, source, kept_bytes=kept_bytes)
+        self.rows.append(row)
+
+
+def _nbytes(codes: Sequence[Codes]) -> int:
+    """What keeping ``codes`` takes."""
+    return sum(node.meta["val"].nbytes for each in codes for node in (each.codes, each.scale))

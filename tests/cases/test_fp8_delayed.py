@@ -1,0 +1,285 @@
+"""C27 and C28: what is not finite changes nothing and enters no history, which moves once a tensor and micro-step."""
+
+from __future__ import annotations
+
+import logging
+from fractions import Fraction
+from functools import cache
+
+import pytest
+import torch
+from torch import nn
+
+import graphopt
+from graphopt import LossScale, checkpoint, fp8, optim
+from graphopt.errors import StateError
+from graphopt.operators.fp8_history import history_scales
+from tests.support.fp8_state import (
+    RECIPES,
+    Blocks,
+    batches,
+    fp8_step,
+    history_of,
+    remembered,
+    restart,
+    spoiled,
+    start_of,
+)
+from tests.support.scaling import same
+
+DELAYED = RECIPES["delayed"]
+STATIC = {decides: LossScale.static(64.0, decides=decides) for decides in ("host", "device")}
+TENSORS = {
+    "layers.0.input",
+    "layers.0.weight",
+    "layers.0.gradient",
+    "layers.1.input",
+    "layers.1.weight",
+    "layers.1.gradient",
+}
+
+
+# ---- C27 ---------------------------------------------------------------------------------------------------------
+
+
+def test_values_above_a_stale_scale_saturate_and_are_remembered():
+    step = fp8_step(DELAYED)
+    x = batches(1)[0]["x"]
+    x = x / x.abs().max()
+    step(x=x)
+    step(x=10 * x)
+    assert step.last_update.skipped is None and torch.isfinite(torch.tensor(step.last_update.loss))
+    assert history_of(step)["layers.0.input"] == [10.0, 1.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "decides", "options"),
+    [
+        ("rowwise", "device", {}),
+        ("delayed", "host", {}),
+        ("delayed", "device", {"clip_grad_norm": 1.0}),
+        pytest.param("tensorwise", "host", {}, marks=pytest.mark.slow),
+        pytest.param("blockwise", "host", {"clip_grad_norm": 1.0}, marks=pytest.mark.slow),
+        pytest.param("delayed", "device", {}, marks=pytest.mark.slow),
+        pytest.param("delayed", "host", {"release_gradients": False}, marks=pytest.mark.slow),
+        pytest.param("delayed", "host", {"loss_scale": STATIC["host"]}, marks=pytest.mark.slow),
+        pytest.param("delayed", "device", {"loss_scale": STATIC["device"]}, marks=pytest.mark.slow),
+        pytest.param("delayed", "host", {"backend": "inductor"}, marks=pytest.mark.slow),
+        pytest.param("delayed", "device", {"backend": "inductor"}, marks=pytest.mark.slow),
+    ],
+)
+def test_bad_batches_leave_no_trace(recipe, decides, options):
+    recipe = type(RECIPES[recipe])(**{**vars(RECIPES[recipe]), "decides": decides})
+    good = batches(3)
+    step = fp8_step(recipe, **options)
+    start = start_of(step)
+    for batch in good:
+        step(**batch)
+    clean = remembered(step)
+    restart(step, start)
+    for batch in (good[0], spoiled(good[0], float("inf")), good[1], spoiled(good[1], float("nan")), good[2]):
+        step(**batch)
+    assert same(remembered(step), clean)
+    assert (step.state_dict()["counters"]["updates"], step.state_dict()["counters"]["skipped"]) == (3, 2)
+    rows = history_of(step).values()
+    assert all(torch.isfinite(torch.tensor(row)).all() for row in rows)
+
+
+def test_the_first_batch_may_be_bad():
+    step = fp8_step(DELAYED)
+    before = remembered(step)
+    step(**spoiled(batches(1)[0], float("inf")))
+    assert all(same({"": value}, {"": remembered(step)[name]}) for name, value in before.items())
+    assert all(not any(row) for row in history_of(step).values())
+    assert "input of layers.0" in step.last_update.skipped
+
+
+class Branches(nn.Module):
+    """``poison`` multiplies what leaves ``second``: the gradient alone is not finite, behind a loss that is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(32, 32), nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor, poison: torch.Tensor) -> dict[str, torch.Tensor]:
+        hidden = self.second(torch.tanh(self.first(x)))
+        # sqrt has the value 0 and an infinite slope at 0.
+        return {"loss": (hidden * torch.sqrt(poison)).square().mean() + torch.sqrt(hidden * poison * 0).sum()}
+
+
+def test_the_reason_names_the_tensors_in_the_order_of_the_step():
+    step = fp8_step(RECIPES["tensorwise"], Branches())
+    x = batches(1)[0]["x"]
+    before = remembered(step)
+    step(x=x, poison=torch.ones(()))
+    assert step.last_update.skipped is not None and "gradient of second" in step.last_update.skipped
+    assert "input" not in step.last_update.skipped
+    assert all(same({"": value}, {"": remembered(step)[name]}) for name, value in before.items())
+
+
+def test_a_bad_micro_batch_drops_its_window_and_leaves_the_history():
+    good = batches(4)
+    step = fp8_step(DELAYED, accumulate=2)
+    for batch in good[:2]:
+        step(**batch)
+    before = remembered(step)
+    step(**spoiled(good[2], float("nan")))
+    assert same(before, remembered(step))
+    step(**good[2])
+    assert "input of layers.0" in step.last_update.skipped and step.last_update.micro_batches == 2
+    for name, value in step.model.named_parameters():
+        assert torch.equal(before[name], value)
+    for batch in good[2:]:
+        step(**batch)
+    assert step.last_update.skipped is None
+
+
+def test_finite_values_of_any_size_are_no_reason_to_skip():
+    step = fp8_step(DELAYED, Extremes())
+    for size in (0.0, 1e-45, 1e-38, 1.0, 3e38, 1.0, 0.0):
+        step(x=torch.full((16, 32), size))
+        assert step.last_update.skipped is None, size
+
+
+class Extremes(nn.Module):
+    """A product of inputs of any size, whose loss is finite."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"loss": torch.tanh(self.linear(x) / 1e38).float().mean()}
+
+
+def test_ten_in_a_row_are_warned_about(caplog):
+    step = fp8_step(RECIPES["tensorwise"])
+    bad = spoiled(batches(1)[0], float("nan"))
+    with caplog.at_level(logging.WARNING, logger="graphopt"):
+        for _ in range(9):
+            step(**bad)
+        assert not caplog.records
+        step(**bad)
+    (record,) = caplog.records
+    assert "10 updates in a row" in record.getMessage() and "input of layers.0" in record.getMessage()
+
+
+# ---- C28 ---------------------------------------------------------------------------------------------------------
+
+
+@cache
+def trained(*, accumulate=1, **options):
+    """Losses, and the step, after 5 growing batches with an evaluation between them."""
+    step = fp8_step(DELAYED, accumulate=accumulate, **options)
+    losses = []
+    for batch in batches(5):
+        for _ in range(accumulate):
+            losses.append(step(**batch).loss.item())
+        before = history_of(step)
+        step.eval(**batch)
+        assert history_of(step) == before
+    return losses, step
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        {"checkpoint": checkpoint.EveryN(1)},
+        pytest.param({"checkpoint": checkpoint.SqrtN()}, marks=pytest.mark.slow),
+        pytest.param({"checkpoint": checkpoint.Offload()}, marks=pytest.mark.slow),
+        pytest.param({"memory": Fraction(98, 100)}, marks=pytest.mark.slow),
+    ],
+    ids=["every", "sqrt", "offload", "budget"],
+)
+def test_recompute_gives_the_same_bits_and_moves_the_history_once(policy):
+    losses, plain = trained()
+    again, step = trained(**policy)
+    assert losses == again
+    assert same(remembered(plain), remembered(step))
+    assert set(history_of(step)) == TENSORS
+    largest = [batch["x"].to(torch.bfloat16).abs().max().item() for batch in batches(5)]
+    assert history_of(step)["layers.0.input"] == largest[:0:-1]
+
+
+def test_the_history_moves_once_a_micro_batch_of_a_window():
+    losses, plain = trained(accumulate=2)
+    again, step = trained(accumulate=2, checkpoint=checkpoint.EveryN(1))
+    assert losses == again
+    assert same(remembered(plain), remembered(step))
+    largest = [batch["x"].to(torch.bfloat16).abs().max().item() for batch in batches(5)]
+    assert history_of(step)["layers.0.input"] == [largest[4], largest[4], largest[3], largest[3]]
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [({}, 8.0), ({"algo": "most_recent"}, 1.0), ({"margin": 1}, 16.0), ({"power_of_two": True}, 8.0)],
+)
+def test_scales_follow_the_rule_of_the_recipe(options, expected):
+    recipe = fp8.Delayed(history=3, **options)
+    history = torch.tensor([[1.0, 8.0, 2.0], [0.0, 0.0, 0.0]])
+    scales = history_scales(history, [448.0, 57344.0], recipe.margin, recipe.algo == "most_recent", recipe.power_of_two)
+    wanted = torch.tensor(expected) / 448.0
+    if recipe.power_of_two:
+        wanted = torch.exp2(torch.log2(wanted).ceil())
+    assert scales.tolist() == [wanted.item(), 0.0]
+
+
+# ---- saving ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("accumulate", [2, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_saved_step_goes_on_with_the_same_bits(accumulate, tmp_path):
+    step = fp8_step(DELAYED, accumulate=accumulate)
+    inputs = batches(6)
+    for batch in inputs[:3]:
+        step(**batch)
+    step.save(tmp_path / "step.safetensors")
+    losses = [step(**batch).loss.item() for batch in inputs[3:]]
+    expected = remembered(step)
+    graphopt.load_checkpoint(tmp_path / "step.safetensors", model=step.model, step=step)
+    assert [step(**batch).loss.item() for batch in inputs[3:]] == losses
+    assert same(remembered(step), expected)
+
+
+def test_a_history_of_another_length_keeps_the_latest_values():
+    _, step = trained()
+    saved, row = step.state_dict(), history_of(step)["layers.0.input"]
+    shorter, longer = fp8_step(fp8.Delayed(history=2)), fp8_step(fp8.Delayed(history=6))
+    for other, expected in ((shorter, row[:2]), (longer, [*row, 0.0, 0.0])):
+        other.load_state_dict(saved)
+        assert history_of(other)["layers.0.input"] == expected
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda fp8_state: fp8_state.pop("window"), "expected history, window"),
+        (lambda fp8_state: fp8_state["history"]["values"].fill_(float("nan")), "Inf or NaN"),
+        (lambda fp8_state: fp8_state["history"]["names"].pop(), "rows for the names"),
+    ],
+)
+def test_a_damaged_state_is_refused(change, message):
+    _, step = trained()
+    saved = step.state_dict()
+    change(saved["fp8"])
+    with pytest.raises(StateError, match=message):
+        step.load_state_dict(saved)
+
+
+def test_batches_of_two_shapes_share_the_history():
+    step = fp8_step(DELAYED, Blocks())
+    few, many = batches(2, rows=16), batches(3, rows=32)
+    step(**few[0])
+    step(**many[1])
+    step(**few[1])
+    largest = [few[1], many[1], few[0]]
+    assert history_of(step)["layers.0.input"][:3] == [b["x"].to(torch.bfloat16).abs().max().item() for b in largest]
+
+
+def test_an_update_with_8_bit_state_waits_for_the_evidence():
+    step = fp8_step(RECIPES["tensorwise"], optimizer=optim.AdamW8bit(lr=0.1))
+    step(**batches(1)[0])
+    before = remembered(step)
+    step(**spoiled(batches(1)[0], float("nan")))
+    assert same(before, remembered(step)) and step.last_update.skipped
