@@ -333,9 +333,20 @@ def training_program(
     bound = bind_batch(model, batch, allow_extra=callable(loss))
     request = OutputRequest(None if outputs is None else tuple(outputs), loss, require_loss=optimizer is not None)
     captured = capture_program(model, bound, request)
+    _refuse_constants_without_values(captured.program)
     program = default_pipeline(Stage.FORWARD, precision=precision).run(captured.program)
     wrt = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     return differentiate(program, roots=_roots(program, captured.loss_name, wrt), wrt=wrt)
+
+
+def _refuse_constants_without_values(program: Program) -> None:
+    """Raise UnsupportedError for constants on the meta device: passes read what masks and tables hold."""
+    empty = [node.name for node in program.constants() if program.constant(node).is_meta]
+    if empty:
+        raise UnsupportedError(
+            f"expected constants with values, but {', '.join(empty)} of the captured model are on the meta device, and "
+            "what masks hold decides what runs: build the model on the CPU (a few of its layers are enough)"
+        )
 
 
 def bind_batch(model: torch.nn.Module, batch: Any, *, allow_extra: bool = False) -> BoundBatch:
