@@ -21,6 +21,7 @@ from benchmarks.command import run_command
 from benchmarks.compile_time import compile_time_table
 from benchmarks.drift import DriftFigures, drift_checks, drift_table
 from benchmarks.facts_llama import FactsFigures, facts_table
+from benchmarks.fp8_fusion import Fp8FusionFigures, fp8_fusion_table
 from benchmarks.fp8_training_table import Fp8TrainingFigures, training_checks, training_table
 from benchmarks.frontier_plot import frontier_plot
 from benchmarks.frontier_rows import FrontierFigures
@@ -121,6 +122,9 @@ def results_page(folder: Path) -> str:
     for losses in load_all(folder, "linear-loss", LinearLossFigures):
         heading = f"## Linear + cross-entropy, {losses[0].subject.model} (rows x features x classes)"
         parts += [heading, _markdown(linear_loss_table(losses)), _provenance([losses])]
+    for fusion in load_all(folder, "fp8-fusion", Fp8FusionFigures):
+        heading = f"## FP8 codes with their producer, {fusion[0].subject.model} (rows x columns)"
+        parts += [heading, _markdown(fp8_fusion_table(fusion)), _provenance([fusion])]
     parts += _whole_step_parts(folder) + _optimizer_parts(folder)
     return "\n\n".join(parts) + "\n"
 

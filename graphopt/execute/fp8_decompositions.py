@@ -3,8 +3,8 @@
 The bits are those of the operators (``graphopt.kernels.fp8_format``), in a form that writes into no memory. Products of
 quantized matrices are not taken apart: each is a kernel, or its emulation.
 
-The largest value is found in float32: torch 2.13's C++ backend cannot reduce bfloat16 while it keeps its roundings. Each
-reader converts for itself, so that what is kept between the two sweeps over a value, if anything, has two bytes.
+The largest value is found in float32: torch 2.13's C++ backend cannot reduce bfloat16 while it keeps its roundings.
+Each reader converts for itself: what is kept between the two sweeps over a value, if anything, has two bytes.
 """
 
 from __future__ import annotations
