@@ -1,7 +1,7 @@
 """FP8 casts as ATen operators, so that Inductor fuses them into what makes and what reads their operands.
 
-The bits are those of the operators (``graphopt.kernels.fp8_format``), in a form that writes into no memory. The product
-of quantized matrices is not taken apart: it is a kernel, or its emulation.
+The bits are those of the operators (``graphopt.kernels.fp8_format``), in a form that writes into no memory. Products of
+quantized matrices are not taken apart: each is a kernel, or its emulation.
 
 The largest value is found in float32: torch 2.13's C++ backend cannot reduce bfloat16 while it keeps its roundings. Each
 reader converts for itself, so that what is kept between the two sweeps over a value, if anything, has two bytes.
