@@ -170,7 +170,7 @@ def _optimizer_parts(folder: Path) -> list[str]:
 
 
 def fp8_training_section(folder: Path) -> str:
-    """What stands between the markers of ``docs/fp8-training.md``: every recipe beside bf16, and whether it may pass."""
+    """What stands between the markers of ``docs/fp8-training.md``: each recipe beside bf16, and its checks."""
     parts: list[str] = []
     for rows in load_all(folder, "fp8-training", Fp8TrainingFigures):
         subject, figures = rows[0].subject, [row.figures for row in rows]
@@ -274,9 +274,10 @@ def _provenance(suites: Sequence[Sequence[Row[Any]]]) -> str:
 def _place(machine: Machine) -> str:
     commit = "no commit" if machine.commit is None else f"commit {machine.commit[:_SHORT_COMMIT]}"
     changed = " with changes" if machine.dirty else ""
+    gpu = "" if machine.gpu is None else f"{machine.gpu}, triton {machine.triton}, "
     return (
-        f"{machine.cpu}, {machine.num_threads} threads, {machine.os}, torch {machine.torch}, Python {machine.python}, "
-        f"{machine.date}, {commit}{changed}"
+        f"{gpu}{machine.cpu}, {machine.num_threads} threads, {machine.os}, torch {machine.torch}, "
+        f"Python {machine.python}, {machine.date}, {commit}{changed}"
     )
 
 
