@@ -52,7 +52,7 @@ POLICIES = {
     "every": {"checkpoint": EveryN(1)},
     "roots": {"checkpoint": SqrtN()},
     "manual": {"checkpoint": Manual(["layers.1", "layers.2"])},
-    "budget": {"memory": Fraction(9, 10)},
+    "budget": {"memory": Fraction(19, 20)},
     "offload": {"checkpoint": Offload()},
 }
 
