@@ -71,7 +71,7 @@ def plain():
     return trained(graphopt.fp8.Tensorwise)
 
 
-@pytest.mark.parametrize("name", ["every", "budget"])
+@pytest.mark.parametrize("name", ["every", pytest.param("budget", marks=pytest.mark.slow)])
 def test_what_is_computed_again_changes_no_bit(plain, name):
     found, step = trained(graphopt.fp8.Tensorwise, **POLICIES[name])
     assert all(torch.equal(*pair) for pair in zip(found, plain[0], strict=True))
