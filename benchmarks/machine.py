@@ -7,6 +7,7 @@ import platform
 import subprocess
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
@@ -21,7 +22,8 @@ _CPU_FACTS = Path("/proc/cpuinfo")
 
 @dataclass(frozen=True)
 class Machine:
-    """The facts that a figure depends on. ``commit`` is None outside a git checkout; ``dirty``: it had changes."""
+    """The facts that a figure depends on. ``commit`` is None outside a git checkout; ``dirty``: it had changes; ``gpu``
+    and ``triton`` are None where there is none, or where the row is of before they were noted."""
 
     cpu: str
     num_cores: int
@@ -34,6 +36,8 @@ class Machine:
     commit: str | None
     dirty: bool
     date: str
+    gpu: str | None = None
+    triton: str | None = None
 
 
 def this_machine() -> Machine:
@@ -52,6 +56,8 @@ def this_machine() -> Machine:
         commit=_git("rev-parse", "HEAD"),
         dirty=bool(_git("status", "--porcelain", "--", ".", _NOT_RESULTS)),
         date=datetime.now(UTC).strftime("%Y-%m-%d"),
+        gpu=_gpu(),
+        triton=_triton(),
     )
 
 
@@ -61,6 +67,20 @@ def _cpu_model() -> str:
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
+
+
+def _gpu() -> str | None:
+    if not torch.cuda.is_available():
+        return None
+    major, minor = torch.cuda.get_device_capability()
+    return f"{torch.cuda.get_device_name()} (sm_{major}{minor}, CUDA {torch.version.cuda})"
+
+
+def _triton() -> str | None:
+    try:
+        return version("triton")
+    except PackageNotFoundError:
+        return None
 
 
 def _git(*arguments: str) -> str | None:

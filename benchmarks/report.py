@@ -21,6 +21,7 @@ from benchmarks.command import run_command
 from benchmarks.compile_time import compile_time_table
 from benchmarks.drift import DriftFigures, drift_checks, drift_table
 from benchmarks.facts_llama import FactsFigures, facts_table
+from benchmarks.fp8_fusion import Fp8FusionFigures, fp8_fusion_table
 from benchmarks.fp8_training_table import Fp8TrainingFigures, training_checks, training_table
 from benchmarks.frontier_plot import frontier_plot
 from benchmarks.frontier_rows import FrontierFigures
@@ -121,6 +122,9 @@ def results_page(folder: Path) -> str:
     for losses in load_all(folder, "linear-loss", LinearLossFigures):
         heading = f"## Linear + cross-entropy, {losses[0].subject.model} (rows x features x classes)"
         parts += [heading, _markdown(linear_loss_table(losses)), _provenance([losses])]
+    for fusion in load_all(folder, "fp8-fusion", Fp8FusionFigures):
+        heading = f"## FP8 codes with their producer, {fusion[0].subject.model} (rows x columns)"
+        parts += [heading, _markdown(fp8_fusion_table(fusion)), _provenance([fusion])]
     parts += _whole_step_parts(folder) + _optimizer_parts(folder)
     return "\n\n".join(parts) + "\n"
 
@@ -166,7 +170,7 @@ def _optimizer_parts(folder: Path) -> list[str]:
 
 
 def fp8_training_section(folder: Path) -> str:
-    """What stands between the markers of ``docs/fp8-training.md``: every recipe beside bf16, and whether it may pass."""
+    """What stands between the markers of ``docs/fp8-training.md``: each recipe beside bf16, and its checks."""
     parts: list[str] = []
     for rows in load_all(folder, "fp8-training", Fp8TrainingFigures):
         subject, figures = rows[0].subject, [row.figures for row in rows]
@@ -270,9 +274,10 @@ def _provenance(suites: Sequence[Sequence[Row[Any]]]) -> str:
 def _place(machine: Machine) -> str:
     commit = "no commit" if machine.commit is None else f"commit {machine.commit[:_SHORT_COMMIT]}"
     changed = " with changes" if machine.dirty else ""
+    gpu = "" if machine.gpu is None else f"{machine.gpu}, triton {machine.triton}, "
     return (
-        f"{machine.cpu}, {machine.num_threads} threads, {machine.os}, torch {machine.torch}, Python {machine.python}, "
-        f"{machine.date}, {commit}{changed}"
+        f"{gpu}{machine.cpu}, {machine.num_threads} threads, {machine.os}, torch {machine.torch}, "
+        f"Python {machine.python}, {machine.date}, {commit}{changed}"
     )
 
 

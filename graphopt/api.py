@@ -16,6 +16,7 @@ from graphopt.checkpoint import policy_of
 from graphopt.errors import OutputError, UnsupportedError
 from graphopt.execute.module import CompiledModule
 from graphopt.execute.step import TrainStep
+from graphopt.fp8 import Recipe
 from graphopt.ir.program import Program, Stage
 from graphopt.ir.spec import OutputKind
 from graphopt.loss_scale import LossScale, loss_scale_of
@@ -40,7 +41,7 @@ def compile(
     optimizer: Optimizer | None = None,
     accumulate: int | Accumulate = 1,
     clip_grad_norm: float | None = None,
-    precision: str | Precision = "fp32",
+    precision: str | Precision | Recipe = "fp32",
     loss_scale: str | float | LossScale | None = "auto",
     checkpoint: Any = None,
     memory: Any = None,
@@ -56,7 +57,7 @@ def compile(
     ``outputs``: names of what is required (None: every tensor the model returns); everything else may be removed.
     ``loss``: the name of the loss among the outputs (default "loss"), or ``function(outputs, batch)`` that computes it.
     ``accumulate``: micro-batches per update, or an ``Accumulate``. ``clip_grad_norm``: largest global gradient norm.
-    ``precision``: "fp32", "bf16", "fp16" or a ``graphopt.Precision``, what is computed in; parameters keep theirs.
+    ``precision``: "fp32", "bf16", "fp16", "fp8", a ``graphopt.fp8`` recipe or a ``Precision``; parameters keep theirs.
     ``loss_scale``: "dynamic", a number or a ``LossScale``: what the loss is multiplied by before backward, which the
     update undoes; None for nothing; "auto" is "dynamic" where ``precision`` computes in float16 and None elsewhere.
     ``checkpoint``: a policy such as ``graphopt.checkpoint.SqrtN()`` (several in a list), which says what the backward

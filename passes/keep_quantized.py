@@ -130,7 +130,9 @@ def _widens_two_bytes(program: Program, node: fx.Node) -> bool:
 
 
 def _is_large(value: ForwardValue) -> bool:
-    return value.nbytes >= _WORTH_QUANTIZING
+    """Whether ``value`` is worth two calls; the scales of codes never are."""
+    maker = value.base.args[0] if ops.is_getitem(value.base) else value.base
+    return value.nbytes >= _WORTH_QUANTIZING and not (isinstance(maker, fx.Node) and is_quantize(maker))
 
 
 def _read_instead(program: Program, uses: Iterable[LateUse], made: dict[fx.Node, fx.Node]) -> None:

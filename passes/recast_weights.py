@@ -122,13 +122,16 @@ class _Copy:
 
     @property
     def parts(self) -> tuple[fx.Node, ...]:
-        """The tensors that belong to the copy: itself, or codes and scale."""
-        return (self.value,) if self.codes is None else (self.codes.codes, self.codes.scale)
+        """The tensors that are made again: the copy itself, or codes and, unless it is kept, their scale."""
+        if self.codes is None or self.codes.lasting_scale is self.codes.scale:
+            return (self.value,)
+        return (self.codes.codes, self.codes.scale)
 
     def again(self, program: Program, anchor: fx.Node) -> dict[fx.Node, fx.Node]:
         """The parts, each with a new one that is made before ``anchor``."""
         if self.codes is not None:
-            return dict(zip(self.parts, make_again(program, self.codes, anchor), strict=True))
+            codes, scale = make_again(program, self.codes, anchor)
+            return {self.codes.codes: codes, self.codes.scale: scale}
         target: Any = self.call.target
         return {self.call: insert_twin(program, anchor, self.call, target, *self.call.args, **self.call.kwargs)}
 

@@ -59,6 +59,7 @@ IMPORTS: dict[str, frozenset[str]] = {
             "ir",
             "optim",
             "loss_scale",
+            "fp8",
             "precision",
             "checkpoint",
             "planner",

@@ -3,8 +3,8 @@
 The bits are those of the operators (``graphopt.kernels.fp8_format``), in a form that writes into no memory. Products of
 quantized matrices are not taken apart: each is a kernel, or its emulation.
 
-The largest value is found in float32: torch 2.13's C++ backend cannot reduce bfloat16 while it keeps its roundings. Each
-reader converts for itself, so that what is kept between the two sweeps over a value, if anything, has two bytes.
+The largest value is found in float32: torch 2.13's C++ backend cannot reduce bfloat16 while it keeps its roundings.
+Each reader converts for itself: what is kept between the two sweeps over a value, if anything, has two bytes.
 """
 
 from __future__ import annotations
@@ -40,17 +40,23 @@ def can_fuse(node: fx.Node) -> bool:
 def _has_whole_blocks(node: fx.Node) -> bool:
     """Whether every block of ``node``, of the matrix or of its transpose, is a full one."""
     extents = tuple(node.all_input_nodes[0].meta["val"].shape)
-    turned = (fp8.QUANTIZE_TRANSPOSED,)
-    blocks = [
-        reversed(value) if (argument.name == "block_t" or node.target in turned) else value
+    given = {
+        argument.name: value
         for argument, value in zip(node.target._schema.arguments, node.args, strict=False)  # type: ignore[union-attr]
-        if argument.name in ("block", "block_t")
-    ]
+    }
+    block = _sizes(given.get("block"))
+    as_it_lies = block[::-1] if node.target is fp8.QUANTIZE_TRANSPOSED else block
     return all(
         size == 0 or extent <= size or extent % size == 0
-        for block in blocks
-        for extent, size in zip(extents, block, strict=True)
+        for sizes in (as_it_lies, _sizes(given.get("block_t"))[::-1])
+        for extent, size in zip(extents, sizes, strict=True)
     )
+
+
+def _sizes(block: Any) -> Grid:
+    """The rows and columns of the argument ``block``; one block for an operator that takes none."""
+    rows, columns = (0, 0) if block is None else block
+    return rows, columns
 
 
 def _quantize(x: Tensor, format: str, block: Sequence[int], power_of_two: bool) -> tuple[Tensor, Tensor]:

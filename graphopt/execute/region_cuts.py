@@ -93,8 +93,8 @@ def halves(span: Span, owners: Owners) -> tuple[Span, Span]:
     """``span`` cut in two where the fewest bytes cross, as near to its middle as that allows."""
     position = _narrowest(span.nodes, owners)
     return (
-        Span(span.nodes[:position], position >= FEWEST_CALLS),
-        Span(span.nodes[position:], len(span.nodes) - position >= FEWEST_CALLS),
+        Span(span.nodes[:position], _repays_a_call(span.nodes[:position])),
+        Span(span.nodes[position:], _repays_a_call(span.nodes[position:])),
     )
 
 
@@ -142,9 +142,14 @@ def _bounded(run: tuple[fx.Node, ...], owners: Owners) -> list[Span]:
     if not run:
         return []
     if len(run) <= MOST_CALLS:
-        return [Span(run, len(run) >= FEWEST_CALLS)]
+        return [Span(run, _repays_a_call(run))]
     position = _narrowest(run, owners)
     return _bounded(run[:position], owners) + _bounded(run[position:], owners)
+
+
+def _repays_a_call(run: Sequence[fx.Node]) -> bool:
+    """Whether ``run`` is worth a region. An FP8 cast counts twice: it is a sweep for scales and one for codes."""
+    return len(run) + sum(ops.is_fp8_cast(node) for node in run) >= FEWEST_CALLS
 
 
 def _narrowest(run: Sequence[fx.Node], owners: Owners) -> int:

@@ -70,9 +70,14 @@ class Codes:
         return "e5m2" if self.codes.meta["val"].dtype is torch.float8_e5m2 else "e4m3"
 
     @property
-    def is_delayed(self) -> bool:
-        """Whether the scale is given."""
-        return self.call.target in (QUANTIZE_DELAYED, QUANTIZE_DELAYED_BOTH)
+    def lasting_scale(self) -> fx.Node | None:
+        """The scale that ``make_again`` reads; None where it makes a new one.
+
+        One scale for a tensor is not looked for again. That of the transpose is the same.
+        """
+        if self.grid != ONE_SCALE:
+            return None
+        return (_result(self.call, 1) or self.scale) if self.call.target is QUANTIZE_BOTH else self.scale
 
 
 def is_quantize(node: fx.Node) -> bool:
@@ -108,17 +113,14 @@ def _grid(value: Any) -> Grid:
 
 
 def make_again(program: Program, codes: Codes, anchor: fx.Node) -> tuple[fx.Node, fx.Node]:
-    """The same codes and scale, bit by bit, made again from their source before ``anchor``.
-
-    One scale for a tensor is not looked for again: the one that is there is used.
-    """
-    call = codes.call
-    if codes.grid == ONE_SCALE:
+    """The same codes and scale, bit by bit, made again from their source before ``anchor``."""
+    call, scale = codes.call, codes.lasting_scale
+    if scale is not None:
         matrix = codes.source
         if codes.is_transposed:
             matrix = insert_twin(program, anchor, call, aten.t.default, matrix)
-        fresh = insert_twin(program, anchor, call, QUANTIZE_DELAYED, matrix, codes.scale, codes.format)
-        return insert_twin(program, anchor, codes.codes, operator.getitem, fresh, 0), codes.scale
+        fresh = insert_twin(program, anchor, call, QUANTIZE_DELAYED, matrix, scale, codes.format)
+        return insert_twin(program, anchor, codes.codes, operator.getitem, fresh, 0), scale
     target = QUANTIZE_TRANSPOSED if codes.is_transposed else QUANTIZE
     fresh = insert_twin(program, anchor, call, target, codes.source, codes.format, list(codes.grid), call.args[-1])
     first, second = (

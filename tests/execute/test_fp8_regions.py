@@ -144,6 +144,9 @@ def test_a_lone_cast_stays_an_operator_and_a_product_is_a_call_inside():
     alone = program_of(lambda x: fp8.QUANTIZE(x, "e4m3", (0, 0), False), x)
     assert lower_regions(alone).program.ops()[0].target is fp8.QUANTIZE
 
+    pair = program_of(lambda x: fp8.QUANTIZE(x.relu(), "e4m3", (0, 0), False), x)
+    assert isinstance(lower_regions(pair, compile_region=InterpretedRegions()).program.ops()[0].target, Region)
+
     def product(x, w):
         a, b = (fp8.QUANTIZE(value.relu() + 1, "e4m3", (0, 0), False) for value in (x, w))
         return fp8.MATMUL(*a, (0, 0), *b, (0, 0), None, torch.bfloat16).relu()

@@ -312,6 +312,15 @@ def test_small_values_are_left_alone(monkeypatch):
     assert record.changes == 0 and not after.decisions.rows
 
 
+@pytest.mark.parametrize("saved", ["none", "products", "all"])
+def test_scales_are_no_values_to_decide_about_however_large(saved, monkeypatch):
+    monkeypatch.setattr("graphopt.passes.keep_quantized._WORTH_QUANTIZING", 1)
+    chosen = recipe(saved, "rowwise")
+    after, _ = kept(joint(Attention, chosen=chosen), chosen)
+    parts = {part.name for call in after.ops() if call.target in QUANTIZES for part in call.users}
+    assert not parts & {each.value for each in after.decisions.rows}
+
+
 # ---- several users, layouts ------------------------------------------------------------------------------------------
 
 

@@ -11,15 +11,22 @@ from torch import nn
 import graphopt
 from graphopt import checkpoint
 from graphopt.ir.decisions import Action
+from graphopt.ir.kept_values import forward_values
 from graphopt.ir.liveness import saved_bytes
+from graphopt.ir.program import Stage
+from graphopt.operators.fp8 import QUANTIZE, QUANTIZE_BOTH, QUANTIZE_DELAYED
 from graphopt.optim import SGD, AdamW
 from graphopt.passes import recast_weights
+from graphopt.passes.drop_dead import DropDead
+from graphopt.passes.insert_quantize import InsertQuantize
+from graphopt.passes.keep_quantized import KeepQuantized
 from graphopt.passes.recast_weights import RecastWeights
 from graphopt.passes.release_gradients import ReleaseGradients
 from graphopt.passes.reuse_last_use import ReuseLastUse
 from graphopt.pipeline.default import step_pipeline
 from graphopt.pipeline.pipeline import Pipeline
 from graphopt.planner.decide import MemoryRequest
+from tests.support.fp8 import joint_program, tagged
 from tests.support.graphs import run_pass
 from tests.support.steps import step_program
 
@@ -188,3 +195,73 @@ def test_runs_in_every_step_by_default():
     record = next(record for record in step.report().records if record.name == "recast-weights")
     assert record.changes == LAYERS - 1
     assert "recast" in str(step.report())
+
+
+# ---- FP8 ------------------------------------------------------------------------------------------------------------
+
+
+class Wide(nn.Module):
+    """Layers whose FP8 codes are large beside those of the batch."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x).sin()
+        return {"loss": x.float().square().mean()}
+
+
+def fp8_program(recipe, *, layouts="one"):
+    """Forward and backward with every product in FP8, at the stage that the pass runs at."""
+    joint = tagged(joint_program(Wide(), {"x": torch.randn(ROWS, WIDTH)}))
+    joint = Pipeline((InsertQuantize(recipe, layouts), KeepQuantized(recipe), DropDead())).run(joint)
+    joint.stage = Stage.STEP
+    return joint
+
+
+def weight_codes(program):
+    """What the forward part leaves that is FP8 codes of a weight."""
+    shape = (WIDTH, WIDTH)
+    values = [value for value in forward_values(program) if value.uses]
+    return [v for v in values if v.base.meta["val"].dtype.itemsize == 1 and tuple(v.base.meta["val"].shape) == shape]
+
+
+@pytest.fixture
+def _smaller_copies_matter(monkeypatch):
+    monkeypatch.setattr(recast_weights, "_WORTH_RECASTING", WIDTH * WIDTH)
+
+
+@pytest.mark.usefixtures("_smaller_copies_matter")
+@pytest.mark.parametrize("layouts", ["one", "two"])
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise"])
+def test_codes_of_weights_are_made_again_for_the_backward_part_bit_by_bit(recipe, layouts):
+    before = fp8_program(recipe, layouts=layouts)
+    after, record = run_pass(RecastWeights(), before)
+    kept = len(weight_codes(before))
+    assert record.changes == kept and weight_codes(after) == []
+    assert saved_bytes(before) - saved_bytes(after) >= kept * WIDTH * WIDTH
+    rows = [row for row in after.decisions.with_action(Action.RECAST) if "quantized again" in row.reason]
+    assert [row.copies for row in rows] == [1] * kept
+
+
+@pytest.mark.usefixtures("_smaller_copies_matter")
+def test_one_scale_for_a_weight_is_not_looked_for_again():
+    after, _ = run_pass(RecastWeights(), fp8_program("tensorwise"))
+    again = [node for node in after.ops() if "again" in node.name and node.target in (QUANTIZE, QUANTIZE_DELAYED)]
+    assert again and {node.target for node in again} == {QUANTIZE_DELAYED}
+
+
+@pytest.mark.usefixtures("_smaller_copies_matter")
+def test_what_made_two_layouts_makes_the_one_that_is_still_read():
+    before = fp8_program("tensorwise", layouts="two")
+    after, _ = run_pass(RecastWeights(), before)
+    of_weights = [node for node in before.ops() if node.target is QUANTIZE_BOTH and node.args[0].op == "placeholder"]
+    assert of_weights and not [n for n in after.ops() if n.target is QUANTIZE_BOTH and n.args[0].op == "placeholder"]
+
+
+def test_small_codes_of_weights_are_kept():
+    _, record = run_pass(RecastWeights(), fp8_program("tensorwise"))  # half the bytes that are worth it
+    assert record.changes == 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import Any
 
 import torch
@@ -34,13 +34,18 @@ def joint_program(model: nn.Module, batch: Any, *, precision: str | Precision = 
 
 
 def tagged(
-    program: Program, *, pad: Callable[[Any], Pad] = lambda product: (0, 0, 0), roles: tuple[str, ...] | None = None
+    program: Program,
+    *,
+    pad: Callable[[Any], Pad] = lambda product: (0, 0, 0),
+    roles: tuple[str, ...] | None = None,
+    skip: Container[str] = (),
 ) -> Program:
-    """A copy of ``program`` in which every product with a weight (of ``roles``) is tagged, whatever its dimensions."""
+    """A copy of ``program`` in which every product with a weight is tagged: of ``roles``, not named in ``skip``."""
     after = program.copy()
     rows = []
     for product in find_products(after):
         wanted = product.role is not ProductRole.OTHER and (roles is None or product.role in roles)
+        wanted = wanted and product.node.name not in skip
         sizes = (product.rows, product.columns, product.contraction)
         rows.append(Fp8Row(product.node.name, product.role, *sizes, wanted, "by hand", pad=pad(product)))
     after.fp8 = Fp8Table("by hand", "cpu", tuple(rows))
