@@ -122,7 +122,7 @@ def train(recipe: DriftRecipe, state: str, seed: int, data: TextData) -> DriftFi
     step = graphopt.compile(
         model, outputs=["loss"], optimizer=optimizer, clip_grad_norm=recipe.clip_grad_norm, backend="aten"
     )
-    schedule = torch.optim.lr_scheduler.LambdaLR(step.optimizer, _factor(recipe.steps))
+    schedule = torch.optim.lr_scheduler.LambdaLR(step.optimizer, schedule_factor(recipe.steps))
     generator = torch.Generator().manual_seed(seed)
     losses = []
     started = time.perf_counter()
@@ -131,7 +131,7 @@ def train(recipe: DriftRecipe, state: str, seed: int, data: TextData) -> DriftFi
         step(ids=ids, labels=ids)
         schedule.step()
         if position == recipe.steps or position % max(1, recipe.steps // 10) == 0:
-            losses.append(_held_out_loss(step, data))
+            losses.append(held_out_loss(step, data))
     seconds = time.perf_counter() - started
     return DriftFigures(state, seed, recipe.steps, tuple(losses), _state_bytes(step), seconds)
 
@@ -195,7 +195,8 @@ def _ratio(figure: float, base: float) -> float:
     return figure / base if base else math.copysign(math.inf, figure) if figure else 0.0
 
 
-def _factor(steps: int) -> Callable[[int], float]:
+def schedule_factor(steps: int) -> Callable[[int], float]:
+    """The share of the learning rate by position: a line over the first tenth, then a cosine to a tenth."""
     warm_up = max(1, round(steps * _WARM_UP_SHARE))
 
     def factor(position: int) -> float:
@@ -207,7 +208,8 @@ def _factor(steps: int) -> Callable[[int], float]:
     return factor
 
 
-def _held_out_loss(step: Any, data: TextData) -> float:
+def held_out_loss(step: Any, data: TextData) -> float:
+    """The mean loss on text that is never trained on, in nats per byte."""
     batches = data.held_out_batches(_NUM_HELD_OUT_BATCHES)
     return statistics.fmean(float(step.eval(ids=ids, labels=ids).loss) for ids in batches)
 

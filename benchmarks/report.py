@@ -1,4 +1,6 @@
-"""The README's tables, ``results/README.md`` and the plots of frontiers, generated from the stored rows.
+"""The README's tables, ``results/README.md``, the table of ``docs/fp8-training.md`` and the plots of frontiers.
+
+All are generated from the stored rows.
 
 ``python -m benchmarks.report [--check]``: ``--check`` writes nothing and exits 1 if any is out of date.
 """
@@ -20,6 +22,7 @@ from benchmarks.compile_time import compile_time_table
 from benchmarks.drift import DriftFigures, drift_checks, drift_table
 from benchmarks.facts_llama import FactsFigures, facts_table
 from benchmarks.fp8_fusion import Fp8FusionFigures, fp8_fusion_table
+from benchmarks.fp8_training_table import Fp8TrainingFigures, training_checks, training_table
 from benchmarks.frontier_plot import frontier_plot
 from benchmarks.frontier_rows import FrontierFigures
 from benchmarks.frontier_table import (
@@ -53,6 +56,8 @@ from graphopt.report.table import render
 BEGIN = "<!-- benchmarks:begin -->"
 END = "<!-- benchmarks:end -->"
 README = REPOSITORY / "README.md"
+# Belongs to the rows of the repository: rows of another folder leave it alone.
+FP8_TRAINING_PAGE = REPOSITORY / "docs" / "fp8-training.md"
 _OUT_OF_DATE = 1
 # Wider than any table: a line that wraps is no Markdown.
 _WIDTH = 1000
@@ -164,6 +169,17 @@ def _optimizer_parts(folder: Path) -> list[str]:
     return parts
 
 
+def fp8_training_section(folder: Path) -> str:
+    """What stands between the markers of ``docs/fp8-training.md``: every recipe beside bf16, and whether it may pass."""
+    parts: list[str] = []
+    for rows in load_all(folder, "fp8-training", Fp8TrainingFigures):
+        subject, figures = rows[0].subject, [row.figures for row in rows]
+        parts += [f"{subject.model}, {subject.num_parameters / 1e6:.1f} M parameters, batch {subject.batch}:"]
+        parts += [_markdown(training_table(rows)), _markdown(checks_table([(subject.model, training_checks(figures))]))]
+        parts += [_provenance([rows])]
+    return "\n\n".join(parts) if parts else "Nothing has been measured yet."
+
+
 def _plots(folder: Path, frontiers: Sequence[FrontierRows]) -> dict[Path, str]:
     """The plot of every model's frontier, by its file."""
     return {
@@ -181,11 +197,11 @@ def load_all(folder: Path, suite: str, kind: type[Figures]) -> list[tuple[Row[Fi
 
 
 def with_section(readme: str, section: str) -> str:
-    """``readme`` with ``section`` between its markers; DataError if it does not have each once, in order."""
+    """A page with ``section`` between its markers; DataError if it does not have each once, in order."""
     before, begin, rest = readme.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end or BEGIN in after or END in (before + after):
-        raise DataError(f"the README must hold the lines {BEGIN} and {END} once each: add them where the table belongs")
+        raise DataError(f"a page must hold the lines {BEGIN} and {END} once each: add them where the table belongs")
     return f"{before}{BEGIN}\n{section}\n{END}{after}"
 
 
@@ -275,12 +291,15 @@ def main(
     readme: Annotated[Path, typer.Option(help="The README that has the markers.")] = README,
     results: Annotated[Path, typer.Option(help="The folder with the rows.")] = RESULTS,
 ) -> None:
-    """Generate the README's benchmark tables, results/README.md and the plots of frontiers."""
+    """Generate the README's benchmark tables, results/README.md, docs/fp8-training.md and the plots of frontiers."""
     frontiers = load_all(results, "frontier", FrontierFigures)
     whole_steps = load_all(results, "whole-step", WholeStepFigures)
     section = readme_section(load_all(results, "memory", MemoryFigures), frontiers, whole_steps)
     pages = {readme: with_section(readme.read_text(), section), results / "README.md": results_page(results)}
     pages |= _plots(results, frontiers)
+    if results.resolve() == RESULTS.resolve():
+        text = with_section(FP8_TRAINING_PAGE.read_text(), fp8_training_section(results))
+        pages[FP8_TRAINING_PAGE] = text
     stale = [path for path, text in pages.items() if not path.exists() or path.read_text() != text]
     if check and stale:
         typer.echo(

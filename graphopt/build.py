@@ -18,6 +18,7 @@ from graphopt.capture.export import Captured, OutputRequest, capture_program
 from graphopt.capture.fp8_scaling import watch_module, watch_step
 from graphopt.capture.loss_weight import LossWeight, find_loss_weight
 from graphopt.capture.update import UpdateRequest, append_update, window_update_program
+from graphopt.capture.window_weights import split_weights
 from graphopt.checkpoint import host_bytes
 from graphopt.errors import BudgetError, OutputError, UnsupportedError
 from graphopt.execute.backend import ATEN, Backend, choose_backend
@@ -67,6 +68,14 @@ class BuiltGradient:
         return embedding_tables(self.captured.program)
 
 
+@dataclass(frozen=True)
+class BuiltMicroStep:
+    """``executable`` runs one micro-batch; ``weights`` what it needs once a window: weights in FP8. None: nothing."""
+
+    executable: Executable
+    weights: Executable | None
+
+
 class Builder:
     """Builds executables for one model under one set of options."""
 
@@ -78,6 +87,7 @@ class Builder:
         self.precision = precision_for(model, options.precision)
         self.workspace = MeasuredWorkspace()
         self.dump_folders: list[Path] = []
+        self._weight_programs: dict[str, Executable] = {}
 
     def pipeline(self, stage: Stage, reserved_bytes: int = 0, margin_bytes: int = 0) -> Pipeline:
         """The passes of a stage: the default ones unless options name others."""
@@ -156,11 +166,25 @@ class Builder:
         program = append_update(built.joint, request)
         return self._finish(program, built.dump, title="step")
 
-    def micro_step(self, built: BuiltGradient, *, reserved_bytes: int) -> Executable:
+    def micro_step(self, built: BuiltGradient, *, reserved_bytes: int) -> BuiltMicroStep:
         """Forward and backward, gradients added to the window; ``reserved_bytes`` rest beside it."""
         assert built.captured.loss_name is not None, "accumulation needs a loss"
-        program = append_window(built.joint, loss=built.captured.loss_name, weight=built.weight.weight)
-        return self._finish(program, built.dump, title="micro-step", reserved_bytes=reserved_bytes)
+        split = split_weights(built.joint) if self.options.precision.fp8 is not None else None
+        joint = built.joint if split is None else split.joint
+        program = append_window(joint, loss=built.captured.loss_name, weight=built.weight.weight)
+        executable = self._finish(program, built.dump, title="micro-step", reserved_bytes=reserved_bytes)
+        return BuiltMicroStep(executable, None if split is None else self._window_weights(split.weights))
+
+    def _window_weights(self, program: Program) -> Executable:
+        """What quantizes weights when a window is opened: one for all batch signatures that need the same."""
+        text = program.text()
+        if text not in self._weight_programs:
+            dump = Dump(self.options.dump, "window-weights") if self.options.dump is not None else None
+            passes = default_pipeline(Stage.STEP)  # no memory policy: it runs where little else is held
+            self._weight_programs[text] = self._executable(program, dump, "window-weights", passes)
+            if dump is not None:
+                self._conclude(dump, self._weight_programs[text])
+        return self._weight_programs[text]
 
     def window_update(
         self, parameters: Mapping[str, TensorSpec], request: UpdateRequest, *, divide: bool
@@ -222,9 +246,11 @@ class Builder:
             executable = self._within_budget(program, dump, title, reserved_bytes)
         gc.collect()  # tracing leaves reference cycles behind, with fake and real tensors in them
         if dump is not None:
-            report = build_report(executable)
-            self.dump_folders.append(dump.finish(executable.source, report))
+            self._conclude(dump, executable)
         return executable
+
+    def _conclude(self, dump: Dump, executable: Executable) -> None:
+        self.dump_folders.append(dump.finish(executable.source, build_report(executable)))
 
     def _range_executable(self, program: Program) -> Executable:
         """What updates one range of a parameter whose state is paged."""
@@ -307,9 +333,20 @@ def training_program(
     bound = bind_batch(model, batch, allow_extra=callable(loss))
     request = OutputRequest(None if outputs is None else tuple(outputs), loss, require_loss=optimizer is not None)
     captured = capture_program(model, bound, request)
+    _refuse_constants_without_values(captured.program)
     program = default_pipeline(Stage.FORWARD, precision=precision).run(captured.program)
     wrt = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     return differentiate(program, roots=_roots(program, captured.loss_name, wrt), wrt=wrt)
+
+
+def _refuse_constants_without_values(program: Program) -> None:
+    """Raise UnsupportedError for constants on the meta device: passes read what masks and tables hold."""
+    empty = [node.name for node in program.constants() if program.constant(node).is_meta]
+    if empty:
+        raise UnsupportedError(
+            f"expected constants with values, but {', '.join(empty)} of the captured model are on the meta device, and "
+            "what masks hold decides what runs: build the model on the CPU (a few of its layers are enough)"
+        )
 
 
 def bind_batch(model: torch.nn.Module, batch: Any, *, allow_extra: bool = False) -> BoundBatch:

@@ -94,7 +94,7 @@ def build() -> Built:
 
 
 def _plain(reason: str) -> Built:
-    log.warning("block-INT8 updates on the CPU run in plain torch, 10 to 30 times slower: %s", reason)
+    log.warning("block-INT8 updates and FP8 casts on the CPU run in plain torch, 3 to 30 times slower: %s", reason)
     return Built(None, f"plain torch: {reason}")
 
 

@@ -54,8 +54,10 @@ class Tile:
     @classmethod
     def of(cls, casts: Sequence[Cast]) -> Tile:
         """The tile for casts of one x, whose rows are contiguous if that has a choice."""
-        if len(casts) == 1 and casts[0].grid == (1, 0) and casts[0].codes.shape[1] <= LONGEST_ROW_IN_A_TILE:
-            columns = max(16, triton.next_power_of_2(casts[0].codes.shape[1]))
+        first, num_columns = casts[0].codes, casts[0].codes.shape[1]
+        is_by_rows = len(casts) == 1 and casts[0].grid == (1, 0) and first.stride(1) == 1
+        if is_by_rows and num_columns <= LONGEST_ROW_IN_A_TILE:
+            columns = max(16, triton.next_power_of_2(num_columns))
             return cls(max(1, ELEMENTS_OF_A_ROW_TILE // columns), columns)
         needs_side = any(cast.grid[0] == SIDE or cast.codes.stride(1) != 1 for cast in casts)
         return cls(SIDE if needs_side else FEW_ROWS, SIDE)

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
 from graphopt.kernels.fp8_matmul_cpu import emulate
 from graphopt.kernels.fp8_product import Product, check_product
 from graphopt.kernels.fp8_support import Fp8Support, support_on
+
+if TYPE_CHECKING:
+    from graphopt.kernels.fp8_matmul_choice import Choice
 
 
 def matmul(product: Product) -> Tensor:
@@ -36,6 +41,15 @@ def matmul_path(support: Fp8Support) -> str:
     if support.is_emulated:
         return "emulation: codes widened to float32, float32 products, the numbers of FP8 without its speed"
     return f"Triton or torch._scaled_mm on {support.name}, whichever was faster for each class of shapes"
+
+
+def choices_on(device: torch.device) -> tuple[Choice, ...]:
+    """What was chosen on ``device`` for each class of shapes, with milliseconds of all candidates; none on a CPU."""
+    if device.type != "cuda":
+        return ()
+    from graphopt.kernels import fp8_matmul_choice  # Triton exists on Linux alone
+
+    return fp8_matmul_choice.choices(device)
 
 
 def _empty_sum(product: Product) -> Tensor:

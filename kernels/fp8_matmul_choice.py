@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
@@ -64,7 +65,7 @@ def run(product: Product, support: Fp8Support) -> Tensor:
     if choice is None or choice.implementation not in runs:
         if torch.cuda.is_current_stream_capturing():
             return next(iter(runs.values()))(product)
-        choice = fastest(product, runs, _device_milliseconds, notes=copies(product, support))
+        choice = fastest(product, runs, _median_milliseconds, notes=copies(product, support))
         log.info("%s: %s, %s ms", choice.shapes, choice.implementation, choice.best_milliseconds)
         known[shapes] = choice
         store(_file(product.device), known)
@@ -190,17 +191,21 @@ def _order(codes: Tensor) -> str:
     return "" if codes.stride(1) == 1 else "t"
 
 
-def _device_milliseconds(candidate: Callable[[], Any]) -> float:
-    """Median time of ``candidate`` on the current stream."""
+def device_milliseconds(candidate: Callable[[], Any], rounds: int = TIMED_RUNS) -> tuple[float, ...]:
+    """Times of ``candidate`` on the current CUDA stream, after warming up. Operands that fit stay in the L2 cache."""
     for _ in range(WARM_UP_RUNS):
         candidate()
-    events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(TIMED_RUNS)]
+    events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(rounds)]
     for start, stop in events:
         start.record()
         candidate()
         stop.record()
     torch.cuda.synchronize()
-    return statistics.median(start.elapsed_time(stop) for start, stop in events)
+    return tuple(start.elapsed_time(stop) for start, stop in events)
+
+
+def _median_milliseconds(candidate: Callable[[], Any]) -> float:
+    return statistics.median(device_milliseconds(candidate))
 
 
 @cache
@@ -210,5 +215,6 @@ def _choices(device: torch.device) -> dict[str, Choice]:
 
 def _file(device: torch.device) -> Path:
     """The file of this kind of device with these libraries."""
-    name = torch.cuda.get_device_name(device).replace(" ", "-")
-    return cache_folder() / f"fp8-matmul-{name}-torch-{torch.__version__}-triton-{triton.__version__}.json"
+    words = f"{torch.cuda.get_device_name(device)} torch {torch.version.__version__} triton {triton.__version__}"
+    name = re.sub(r"[^\w.+]+", "-", words)
+    return cache_folder() / f"fp8-matmul-{name}.json"

@@ -57,7 +57,8 @@ class Tile:
     flatten: bool = False
 
     def __str__(self) -> str:
-        return f"{self.m}x{self.n}x{self.k}, {self.warps} warps, {self.stages} stages"
+        words = f"{self.m}x{self.n}x{self.k}, {self.warps} warps, {self.stages} stages"
+        return f"{words}, flattened" if self.flatten else words
 
 
 def family_of(support: Fp8Support) -> Family:
@@ -133,6 +134,7 @@ FAST_TILES = (
 )
 
 # With block scales a piece is one block of 128, and sums and products of a block are in registers side by side.
+# (On Blackwell 128 x 128, flattened, would spill with a scale for each column and float32 results.)
 BLOCK_TILES: dict[Family, dict[Form, tuple[Tile, ...]]] = {
     Family.ADA: {
         Form.FEW_ROWS: (Tile(16, 64, 128, 4, 4), Tile(32, 64, 128, 4, 4), Tile(64, 64, 128, 4, 3)),
@@ -146,7 +148,7 @@ BLOCK_TILES: dict[Family, dict[Form, tuple[Tile, ...]]] = {
     },
     Family.BLACKWELL: {
         Form.FEW_ROWS: (Tile(128, 32, 128, 4, 6), Tile(128, 64, 128, 4, 5), Tile(128, 128, 128, 8, 4)),
-        Form.SQUARE: (Tile(128, 128, 128, 8, 4, flatten=True), Tile(128, 128, 128, 8, 4), Tile(128, 64, 128, 8, 4)),
+        Form.SQUARE: (Tile(128, 128, 128, 8, 4), Tile(128, 64, 128, 8, 4, flatten=True), Tile(128, 64, 128, 8, 4)),
         Form.LONG: (Tile(128, 128, 128, 8, 4), Tile(128, 64, 128, 8, 4), Tile(128, 64, 128, 4, 5)),
     },
 }

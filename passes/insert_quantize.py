@@ -20,7 +20,7 @@ copy is not needed.
 ``layouts``: "two" where products read operands with the contraction contiguous alone (compute capability 8.9, 9.0,
 12.x). Then ``quantize_fp8_transposed`` takes the place of ``quantize_fp8`` for what is read the other way, and
 ``quantize_fp8_both`` makes both in one pass over a value that is read both ways. With "one", readers take transposed
-views. "auto" asks the device. Codes and scales are the same bit by bit.
+views. "auto" asks the recipe's target, or the device. Codes and scales are the same bit by bit.
 
 A product whose tag says so is padded with zeros: its codes, in the dimensions that are no multiple of 16; its result is
 cut back to size.
@@ -44,7 +44,6 @@ from torch import fx
 from graphopt.errors import ProgramError, UnsupportedError
 from graphopt.fp8 import Recipe, Tensorwise, recipe_of
 from graphopt.ir.erase import erase_dead
-from graphopt.ir.fp8_devices import reads_both_orders
 from graphopt.ir.fp8_grids import Grid, transposed
 from graphopt.ir.fp8_padding import cut_back, pad_bias, pad_matrix, pad_scale
 from graphopt.ir.fp8_products import Product, find_products
@@ -53,6 +52,7 @@ from graphopt.ir.fp8_table import Fp8Row
 from graphopt.ir.program import Program, Stage
 from graphopt.operators.fp8 import MATMUL, QUANTIZE, QUANTIZE_BOTH, QUANTIZE_TRANSPOSED
 from graphopt.pipeline.pass_base import Changes, Numerics, Pass, Refusal
+from graphopt.planner.fp8_setting import needs_two_layouts
 
 aten = torch.ops.aten
 
@@ -90,15 +90,15 @@ class InsertQuantize(Pass):
         refused = {refusal.node for refusal in refusals}
         products = [product for product in tagged if product.node.name not in refused]
         recipe = recipe_of(self.recipe)
-        reads = tuple(reads_of(item, recipe, two_layouts=self._takes_two(program, item)) for item in products)
+        reads = tuple(reads_of(item, recipe, two_layouts=self._takes_two(program, item, recipe)) for item in products)
         rewriter = _Rewriter(program, _make_copies(program, requests_of(program, reads), recipe))
         for item in reads:
             rewriter.rewrite(item, rows[item.product.node.name])
         return Changes(len(products), refusals)
 
-    def _takes_two(self, program: Program, product: Product) -> bool:
+    def _takes_two(self, program: Program, product: Product, recipe: Recipe) -> bool:
         if self.layouts == "auto":
-            return not reads_both_orders(program.spec(product.node).device)
+            return needs_two_layouts(recipe, program.spec(product.node).device)
         return self.layouts == "two"
 
 

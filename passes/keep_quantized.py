@@ -1,23 +1,24 @@
 """Activations that wait for the backward part wait as FP8 codes, one byte an element.
 
-Before (recipe tensorwise; ``mm_3`` and ``mm_13`` are a forward and a weight-gradient product of attention's output)::
+Before (recipe tensorwise; a feed-forward block with a relu, and one with a SiLU)::
 
-    codes: 'f8e4m3[T,D]', scale: 'f32[1,1]' = graphopt.quantize_fp8.default(view(out), 'e4m3', [0, 0], False)
-    mm_3 = graphopt.fp8_matmul.default(codes, scale, ...)                      # forward
+    relu: 'bf16[T,F]' = aten.relu.default(up)
+    codes: 'f8e4m3[T,F]', scale: 'f32[1,1]' = graphopt.quantize_fp8.default(relu, 'e4m3', [0, 0], False)
+    down = graphopt.fp8_matmul.default(codes, scale, ...)                              # forward
     silu: 'bf16[T,F]' = aten.silu.default(gate)
     ...
-    mul = aten.mul.Tensor(grad, silu)                                          # backward
-    attention_backward = aten._scaled_dot_product_..._backward.default(grad, q, k, v, out, ...)
-    mm_13 = graphopt.fp8_matmul.default(t(grad_codes), ..., codes, scale, ...)
+    mul = aten.mul.Tensor(grad, silu)                                                  # backward
+    threshold = aten.threshold_backward.default(grad_1, relu, 0)
+    mm_7 = graphopt.fp8_matmul.default(t(grad_codes), ..., codes, scale, ...)          # weight gradient
 
-After (``saved="all"``): ``gate``, ``silu``, ``out`` and ``v`` die in the forward part::
+After (``saved="all"``): ``relu`` and ``silu`` die in the forward part::
 
     silu_codes, silu_scale = graphopt.quantize_fp8.default(silu, 'e4m3', [1, 128], True)
     ...
     silu_again = graphopt.dequantize_fp8.default(silu_codes, silu_scale, [1, 128], torch.bfloat16)
     mul = aten.mul.Tensor(grad, silu_again)
-    out_again = graphopt.dequantize_fp8.default(codes, scale, [0, 0], torch.bfloat16)
-    ...
+    relu_again = graphopt.dequantize_fp8.default(codes, scale, [0, 0], torch.bfloat16)
+    threshold = aten.threshold_backward.default(grad_1, relu_again, 0)
 
 What is kept of a value follows from who reads it in the backward part:
 
@@ -31,10 +32,10 @@ Saves 1 byte of 2, or 3 of 4, an element. Costs a pass over each value that is q
 values of the forward part stay as they are, and so does the loss. What is decided here does not depend on what else is
 computed again or moved: with and without checkpointing, gradients are bit-equal.
 
-Refuses, with a row that says why, what ``Fp8Tolerance`` objects to: attention's queries and keys, results of a softmax,
-random draws, statistics, what products in two bytes read, what is compared or subtracted from one, what the gradient of
-the loss itself is made from; and outputs. Then the value is kept as it is, and its codes are made again rather than
-kept beside it. Weights are ``recast-weights``' affair. Values below 4 KiB are left alone.
+Refuses, with a row that says why, what ``Fp8Tolerance`` objects to: operands and output of attention, results of a
+softmax, random draws, statistics, what products in two bytes read, what is compared or subtracted from one, what the
+gradient of the loss itself is made from; and outputs. Then the value is kept as it is, and its codes are made again
+rather than kept beside it. Weights are ``recast-weights``' affair. Values below 4 KiB are left alone.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-from graphopt.fp8 import Recipe, recipe_of
+from graphopt.fp8 import Recipe, Tensorwise, recipe_of
 from graphopt.ir import ops
 from graphopt.ir.decisions import Action, Decision
 from graphopt.ir.erase import erase_dead
@@ -62,20 +63,26 @@ from graphopt.pipeline.pass_base import Changes, Numerics, Pass
 from graphopt.planner.costs import node_seconds
 from graphopt.planner.machine_rates import machine_rates
 
+_DEFAULT = Tensorwise()
+
 _WORTH_QUANTIZING = 4 * 2**10
 """Bytes of a value. Below, two calls cost more than the memory is worth."""
 
 
 @dataclass(frozen=True)
 class KeepQuantized(Pass):
-    """See the module's docstring. ``recipe``: a ``graphopt.fp8`` value or its name; its ``saved`` counts."""
+    """See the module's docstring. ``recipe``: a ``graphopt.fp8`` value, its name or its text; its ``saved`` counts."""
 
-    recipe: Recipe | str = "tensorwise"
+    recipe: Recipe | str = _DEFAULT
 
     name: ClassVar[str] = "keep-quantized"
     stage: ClassVar[Stage] = Stage.JOINT
     numerics: ClassVar[Numerics] = Numerics.LOSSY
+    tolerance: ClassVar[float | None] = 0.25  # a value in each of four layers in a row, 2**-4 each
     after: ClassVar[tuple[str, ...]] = ("tag-fp8", "insert-quantize")
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "recipe", recipe_of(self.recipe))
 
     def apply(self, program: Program) -> Changes:
         """Act on each value that the backward part reads, and write a row about it."""

@@ -24,7 +24,7 @@ IMPORTS: dict[str, frozenset[str]] = {
     "kernels": frozenset(),
     "operators": frozenset({"kernels"}),
     "fp8": frozenset({"errors"}),
-    "ir": frozenset({"errors", "kernels", "operators", "fp8"}),
+    "ir": frozenset({"errors", "operators", "fp8"}),
     "loss_scale": frozenset({"errors"}),
     "precision": frozenset({"errors", "fp8"}),
     "optim": frozenset({"errors", "ir", "kernels", "operators"}),

@@ -20,6 +20,7 @@ from graphopt.capture.forward_program import ExportedValue, forward_program
 from graphopt.capture.grad_mode import inline_grad_mode_regions
 from graphopt.capture.hooks import refuse_module_hooks
 from graphopt.capture.keyed import StepOutput
+from graphopt.capture.listed_operators import operators_listed_once
 from graphopt.capture.lost_gradients import refuse_lost_gradients
 from graphopt.capture.outputs import Container, OutputSelection, named_leaves, select_outputs, with_loss
 from graphopt.capture.quiet_export import quiet_export
@@ -186,7 +187,8 @@ def _export(wrapper: _SelectedOutputs, tensors: Sequence[torch.Tensor]) -> torch
             regions = inline_grad_mode_regions(exported.graph_module)
             refuse_lost_gradients(exported.graph_module.graph, regions, _gradient_sources(exported, wrapper))
             broadcast_copies(exported.graph_module)
-            return exported.run_decompositions({})
+            with operators_listed_once():
+                return exported.run_decompositions({})
         except GraphoptError:
             raise
         except Exception as error:

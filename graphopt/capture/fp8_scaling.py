@@ -85,8 +85,16 @@ def watch_module(joint: Program, recipe: Recipe) -> Program:
         if members:
             _add_output(program, _stacked(program, [seen[tensor.name] for tensor in members]), name)
     names = tuple(tensor.name for tensor in late)
-    program.fp8 = replace(program.fp8, watch=Fp8Watch(names, delayed=names))
+    formats = tuple(tensor.format for tensor in late)
+    program.fp8 = replace(program.fp8, watch=Fp8Watch(names, delayed=names, formats=formats))
     return program
+
+
+def weight_amax(program: Program) -> fx.Node:
+    """f32[T], computed from weights alone: what ``watch_step`` has reported of them, which comes first."""
+    amax = program.output_named(FP8_AMAX)
+    is_joined = ops.is_call(amax, aten.cat.default)
+    return amax.args[0][0] if is_joined else amax  # type: ignore[no-any-return]
 
 
 def append_history(program: Program, emit: Emit, gate: fx.Node) -> None:

@@ -9,6 +9,7 @@ from enum import StrEnum
 from torch import fx
 
 from graphopt.ir import ops
+from graphopt.ir.fp8_codes import CODE_DTYPES, is_quantize
 from graphopt.ir.liveness import backward_nodes
 from graphopt.ir.program import Program
 from graphopt.ir.spec import InputKind, OutputKind
@@ -63,10 +64,18 @@ def _behind_views(node: fx.Node) -> fx.Node:
 
 
 def _behind_copies(node: fx.Node) -> fx.Node:
-    """What codes are made from."""
-    while ops.is_view(node) or ops.is_getitem(node) or ops.is_conversion(node) or ops.is_call(node, *QUANTIZERS):
+    """What codes or copies are made from."""
+    while _hands_codes_on(node) or ops.is_conversion(node):
         node = node.all_input_nodes[0]
     return node
+
+
+def _hands_codes_on(node: fx.Node) -> bool:
+    """Whether ``node`` makes codes, or gives codes or scales as they are, in another form or padded."""
+    if node.op != "call_function":
+        return False
+    is_code = getattr(node.meta.get("val"), "dtype", None) in CODE_DTYPES
+    return is_quantize(node) or ops.is_getitem(node) or ops.is_view(node) or is_code
 
 
 class _Namer:
@@ -127,14 +136,14 @@ class _Namer:
         return self.trained.get(node)
 
     def _products(self, quantizers: Iterable[fx.Node]) -> list[fx.Node]:
-        """The products that read codes of ``quantizers``, as they are or through views, in order."""
+        """The products that read codes of ``quantizers``, in order: as they are, viewed, padded or made again."""
         found: list[fx.Node] = []
-        waiting = [user for node in quantizers for user in node.users if ops.is_getitem(user)]
+        waiting = list(quantizers)
         while waiting:
             for user in waiting.pop().users:
                 if ops.is_call(user, MATMUL):
                     found.append(user)
-                elif ops.is_view(user):
+                elif _hands_codes_on(user):
                     waiting.append(user)
         return sorted(dict.fromkeys(found), key=self.order.__getitem__)
 

@@ -41,6 +41,16 @@ class Fp8History:
             table.values = table.values.to(device)
         return table.values
 
+    def put(self, names: tuple[str, ...], values: torch.Tensor) -> None:
+        """Let the rows of ``names`` be ``values`` f32[T,H]."""
+        table = next((table for table in self._tables.values() if table.names == names), None)
+        if table is not None:
+            table.values.copy_(values)
+            return
+        for state_name in [key for key, other in self._tables.items() if not set(names).isdisjoint(other.names)]:
+            self._park(state_name)
+        self._parked.update(zip(names, (self._fitted(row) for row in values), strict=True))
+
     def rows(self) -> dict[str, torch.Tensor]:
         """A copy of the row f32[H] of every tensor, by name."""
         live = {

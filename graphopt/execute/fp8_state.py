@@ -11,6 +11,7 @@ import torch
 
 from graphopt.errors import StateError
 from graphopt.execute.fp8_history import Fp8History, checked_rows, saved_rows
+from graphopt.execute.held_weights import HeldWeights
 from graphopt.fp8 import Delayed, Recipe
 from graphopt.ir.fp8_watch import HISTORY, WEIGHT_HISTORY, Fp8Watch, described
 from graphopt.ir.spec import TensorSpec
@@ -50,6 +51,7 @@ class Fp8State:
         self.recipe = recipe
         self.history = Fp8History(recipe.history) if isinstance(recipe, Delayed) else None
         self.seen: list[Seen] = []  # by the micro-steps of the open window
+        self.weights = HeldWeights()
         self.skipped_in_a_row = 0
         self._window_evidence: torch.Tensor | None = None
 
@@ -74,8 +76,9 @@ class Fp8State:
         return self._window_evidence
 
     def clear_window(self) -> None:
-        """Forget what was seen in the window."""
+        """The window has ended: forget what was seen in it."""
         self.seen.clear()
+        self.weights.close(self.history)
         if self._window_evidence is not None:
             self._window_evidence.zero_()
 
@@ -101,7 +104,10 @@ class Fp8State:
         rows = {} if self.history is None else self.history.rows()
         return {
             "history": saved_rows(rows),
-            "window": None if self._window_evidence is None else self._window_evidence.clone(),
+            "window": {
+                "evidence": None if self._window_evidence is None else self._window_evidence.clone(),
+                "weights": saved_rows(self.weights.pending_rows()),
+            },
             "skipped_in_a_row": self.skipped_in_a_row,
         }
 
@@ -111,8 +117,9 @@ class Fp8State:
         rows = {} if saved is None else checked_rows(saved["history"])
         if self.history is not None:
             self.history.load(rows)
-        window = None if saved is None else saved["window"]
-        self._window_evidence = None if window is None else window.clone()
+        self.weights.load_pending({} if saved is None else checked_rows(saved["window"]["weights"]))
+        evidence = None if saved is None else saved["window"]["evidence"]
+        self._window_evidence = None if evidence is None else evidence.clone()
         self.skipped_in_a_row = 0 if saved is None else int(saved["skipped_in_a_row"])
 
 
@@ -125,3 +132,7 @@ def check_fp8_state(saved: Mapping[str, Any]) -> None:
         keys = sorted(map(str, found)) if isinstance(found, Mapping) else type(found).__name__
         raise StateError(f"expected history, window and skipped_in_a_row of FP8 training, came {keys}")
     checked_rows(found["history"])
+    window = found["window"]
+    if not isinstance(window, Mapping) or set(window) != {"evidence", "weights"}:
+        raise StateError("expected evidence and weights of an open window of FP8 training")
+    checked_rows(window["weights"])

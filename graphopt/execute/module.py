@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -17,8 +17,10 @@ from graphopt.capture.outputs import rebuild
 from graphopt.errors import StateError, UnsupportedError
 from graphopt.execute.cache import SignatureCache, ambient_key, batch_key, describe_batch
 from graphopt.execute.executable import Executable, run_segment
-from graphopt.execute.inputs import collect_inputs, refuse_aliased, user_outputs, write_back
+from graphopt.execute.inputs import asked_outputs, collect_inputs, refuse_aliased, user_outputs, write_back
 from graphopt.execute.model_view import ModelView, view_model
+from graphopt.execute.module_scales import ModuleScales
+from graphopt.fp8 import Delayed
 from graphopt.ir.liveness import forward_end
 from graphopt.ir.program import Program
 from graphopt.ir.spec import Input, InputKind, OutputKind, TensorSpec
@@ -64,6 +66,8 @@ class CompiledModule(torch.nn.Module):
         self.__dict__["_builder"] = builder
         self.__dict__["_cache"] = SignatureCache(builder.options.max_signatures)
         self.__dict__["_last"] = None
+        recipe = builder.options.precision.fp8
+        self.__dict__["_fp8"] = ModuleScales(recipe) if isinstance(recipe, Delayed) else None
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -113,18 +117,36 @@ class CompiledModule(torch.nn.Module):
         compiled = self._cache.get(key, lambda: self._compile(bound, view, wrt), describe=describe_batch(bound))
         self.__dict__["_last"] = compiled.executable
         refuse_aliased(compiled.executable.program, bound)
-        inputs = collect_inputs(compiled.executable.program, view, bound, _no_state)
+        inputs = collect_inputs(compiled.executable.program, view, bound, self._state(compiled.executable.program))
         if not wrt:
             with plain_execution():
                 outputs = compiled.executable.run(inputs)
                 write_back(compiled.executable, inputs, outputs)
             return rebuild(compiled.captured.structure, user_outputs(compiled.executable.program, outputs))
         sources = [_by_name(name, view, bound) for name in compiled.wrt]
-        values = list(_CompiledFunction.apply(compiled, inputs, *sources))
+        values = list(_CompiledFunction.apply(compiled, inputs, self._fp8, *sources))
         for position in compiled.undifferentiated:
             anchor = values[min(_root_positions(compiled.executable.program))]
             values[position] = _NoGradient.apply(values[position], anchor)
         return rebuild(compiled.captured.structure, values)
+
+    def _state(self, program: Program) -> Callable[[Input], Any]:
+        """What gives the value of a STATE input: scales of delayed scaling, and nothing else."""
+        if self._fp8 is None:
+            return _no_state
+        return lambda entry: self._fp8.scales(program, entry)
+
+    def fp8_state_dict(self) -> dict[str, Any]:
+        """What delayed scaling has seen, which the model's own ``state_dict`` does not hold; empty for other recipes.
+
+        A training that goes on with the same bits saves it, and gives it to ``load_fp8_state_dict``.
+        """
+        return {} if self._fp8 is None else self._fp8.state_dict()
+
+    def load_fp8_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Restore what ``fp8_state_dict`` gave; StateError if it is damaged."""
+        if self._fp8 is not None:
+            self._fp8.load_state_dict(saved)
 
     def _differentiated(self, bound: BoundBatch, view: ModelView) -> tuple[str, ...]:
         if not torch.is_grad_enabled():
@@ -185,12 +207,17 @@ class _CompiledFunction(torch.autograd.Function):
     """Forward segment in forward, the rest in backward."""
 
     @staticmethod
-    def forward(ctx: Any, compiled: _Compiled, inputs: list[Any], *sources: torch.Tensor) -> tuple[Any, ...]:
+    def forward(
+        ctx: Any, compiled: _Compiled, inputs: list[Any], fp8: ModuleScales | None, *sources: torch.Tensor
+    ) -> tuple[Any, ...]:
         executable = compiled.executable
         outputs: list[Any] = [None] * len(executable.program.signature.outputs)
         with plain_execution():
             carried = run_segment(executable.segments[0], inputs, [], outputs)
             write_back(executable, inputs, outputs)
+            if fp8 is not None:
+                fp8.saw_forward(executable.program, outputs)
+        ctx.fp8 = fp8
         values = user_outputs(executable.program, outputs)
         _remember(ctx, compiled, inputs, carried, values)
         roots = _root_positions(executable.program)
@@ -212,8 +239,10 @@ class _CompiledFunction(torch.autograd.Function):
         with plain_execution():
             for segment in compiled.executable.segments[1:]:
                 carried = run_segment(segment, inputs, carried, outputs)
+            if ctx.fp8 is not None:
+                ctx.fp8.saw_backward(program, outputs)
         gradients = {output.name: outputs[i] for i, output in program.signature.outputs_of(OutputKind.GRAD)}
-        return (None, None, *(gradients[name] for name in compiled.wrt))
+        return (None, None, None, *(gradients[name] for name in compiled.wrt))
 
 
 def _remember(ctx: Any, compiled: _Compiled, inputs: list[Any], carried: list[Any], values: list[Any]) -> None:
@@ -265,7 +294,7 @@ class _NoGradient(torch.autograd.Function):
 
 def _undifferentiated(program: Program, differentiable: Sequence[str]) -> tuple[int, ...]:
     roots = _root_positions(program)
-    users = [output.name for _, output in program.signature.outputs_of(OutputKind.USER)]
+    users = [output.name for _, output in asked_outputs(program)]
     return tuple(i for i, name in enumerate(users) if name in differentiable and i not in roots)
 
 
@@ -283,7 +312,7 @@ def _read_in_backward(executable: Executable) -> tuple[int, ...]:
 
 
 def _fill_tangents(program: Program, inputs: list[Any], tangents: Sequence[torch.Tensor | None]) -> None:
-    users = [output for _, output in program.signature.outputs_of(OutputKind.USER)]
+    users = [output for _, output in asked_outputs(program)]
     given = {output.name: tangent for output, tangent in zip(users, tangents, strict=True)}
     for i, entry in program.signature.inputs_of(InputKind.TANGENT):
         tangent = given[entry.name.removeprefix("tangent.")]
@@ -296,7 +325,7 @@ def _fill_tangents(program: Program, inputs: list[Any], tangents: Sequence[torch
 def _root_positions(program: Program) -> set[int]:
     """Which user outputs have a tangent, counted among user outputs (for membership tests)."""
     roots = {entry.name.removeprefix("tangent.") for _, entry in program.signature.inputs_of(InputKind.TANGENT)}
-    users = [output.name for _, output in program.signature.outputs_of(OutputKind.USER)]
+    users = [output.name for _, output in asked_outputs(program)]
     return {i for i, name in enumerate(users) if name in roots}
 
 

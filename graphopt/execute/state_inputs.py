@@ -10,7 +10,7 @@ import torch
 from graphopt.capture.accumulation import WINDOW, WINDOW_LOSS, WINDOW_WEIGHT
 from graphopt.capture.loss_scaling import GOOD_UPDATES, LOSS_SCALE
 from graphopt.execute.train_state import TrainState, zeros
-from graphopt.ir.fp8_watch import HISTORY, NOTHING_WATCHED, WEIGHT_HISTORY, WINDOW_EVIDENCE, Fp8Watch
+from graphopt.ir.fp8_watch import HELD_WEIGHT, NOTHING_WATCHED, WINDOW_EVIDENCE, Fp8Watch, is_fp8_state
 from graphopt.ir.spec import Input, InputKind, TensorSpec
 
 
@@ -26,7 +26,7 @@ def state_source(
         if entry.kind is InputKind.SCALAR:
             return numbers[entry.name]
         assert isinstance(entry.spec, TensorSpec)
-        if entry.name in (HISTORY, WEIGHT_HISTORY, WINDOW_EVIDENCE):
+        if is_fp8_state(entry.name):
             return _fp8_tensor(state, entry.name, watch, entry.spec)
         return _state_tensor(state, entry)
 
@@ -40,7 +40,11 @@ def no_state(entry: Input) -> Any:
 
 def _fp8_tensor(state: TrainState, name: str, watch: Fp8Watch, spec: TensorSpec) -> torch.Tensor:
     assert state.fp8 is not None, "a program that quantizes to FP8 belongs to a step that does"
-    return state.fp8.window_evidence(spec) if name == WINDOW_EVIDENCE else state.fp8.table(name, watch, spec)
+    if name == WINDOW_EVIDENCE:
+        return state.fp8.window_evidence(spec)
+    if name.startswith(f"{HELD_WEIGHT}."):
+        return state.fp8.weights.tensor(name)
+    return state.fp8.table(name, watch, spec)
 
 
 def _state_tensor(state: TrainState, entry: Input) -> torch.Tensor:

@@ -63,19 +63,20 @@ class StepBuilder(Protocol):
 
     def gradient(self, batch: BoundBatch, *, wrt: Sequence[str], title: str) -> Any: ...
     def step(self, built: Any, request: UpdateRequest) -> Executable: ...
-    def micro_step(self, built: Any, *, reserved_bytes: int) -> Executable: ...
+    def micro_step(self, built: Any, *, reserved_bytes: int) -> Any: ...
     def window_update(self, parameters: Any, request: UpdateRequest, *, divide: bool) -> Executable: ...
     def evaluation(self, batch: BoundBatch) -> tuple[Captured, Executable]: ...
 
 
 @dataclass(frozen=True)
 class _Compiled:
-    """One batch signature: the gradient part, and what runs for it."""
+    """One batch signature: the gradient part, and what runs for it; ``weights``: what runs once a window before it."""
 
     part: Any
     executable: Executable
     buckets: tuple[UpdateBucket, ...]
     modules: tuple[torch.nn.Module, ...]
+    weights: Executable | None = None
 
 
 class TrainStep:
@@ -188,7 +189,7 @@ class TrainStep:
         part = self._gradient(bound, view)
         compiled = self.steps.get(
             (batch_key(bound), view.key, ambient_key()),
-            lambda: _Compiled(part, self._micro_executable(part), (), view.modules),
+            lambda: self._compiled_micro_step(part, view),
             describe=describe_batch(bound),
         )
         executable = self.last_executable = compiled.executable
@@ -201,6 +202,11 @@ class TrainStep:
                 "before the loss changes its reduction"
             )
         refuse_aliased(program, bound)
+        if compiled.weights is not None and self.state.fp8 is not None:
+            quantized = compiled.weights
+            self.state.fp8.weights.refresh(
+                quantized, view.parameters, lambda: self._inputs(quantized.program, view, None, ())
+            )
         inputs = self._inputs(program, view, bound, ())
         outputs: list[Any] = [None] * len(program.signature.outputs)
         with plain_execution():
@@ -218,13 +224,16 @@ class TrainStep:
             self._end_window(view)
         return result
 
-    def _micro_executable(self, part: Any) -> Executable:
+    def _compiled_micro_step(self, part: Any, view: ModelView) -> _Compiled:
         """The micro-step, planned beside the optimizer state, which it does not read but which is there."""
         state_bytes = self.state.near_bytes(part.reached)
-        return self.builder.micro_step(part, reserved_bytes=state_bytes)
+        built = self.builder.micro_step(part, reserved_bytes=state_bytes)
+        return _Compiled(part, built.executable, (), view.modules, built.weights)
 
     def _end_window(self, view: ModelView) -> None:
         window = self.state.window
+        if self.state.fp8 is not None:
+            self.state.fp8.weights.let_go()
         assert window.weight is not None and window.loss is not None, "a window with micro-batches has totals"
         # The window's own tensors are cleared, and read by Python only later where the program decides.
         weight = window.weight.clone()

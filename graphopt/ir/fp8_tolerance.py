@@ -2,6 +2,10 @@
 
 The error of a code is relative to the number itself. A backward operator that multiplies by the value passes that error
 on as it is; one that takes an exponential of it, subtracts it from something near it, or compares it, does not.
+
+Attention's backward does both. What comes of its values and what comes of its output are equal where one position has
+all the weight, and only their difference reaches the queries: with either in FP8 that difference is noise
+(``python -m benchmarks.fp8_saved --attention`` shows it).
 """
 
 from __future__ import annotations
@@ -26,7 +30,6 @@ _FLOATS = frozenset({torch.float32, torch.bfloat16, torch.float16})
 _LEAST_COLUMNS = 16
 """Values with fewer elements in a row are statistics of rows, or weights of them."""
 _PRODUCTS = (MATMUL, LINEAR_LOSS_BACKWARD, torch.ops.aten.convolution_backward.default)
-_OF_ATTENTION = frozenset({"value", "out"})
 _OF_NORMALISATION = frozenset({"input"})
 
 
@@ -77,7 +80,14 @@ class Fp8Tolerance:
             return None if user in self._behind_products else LOSS_REASON
         if ops.is_matmul(user):
             return f"the product {user.name} reads it, which is not in FP8"
+        if ops.is_conversion(user) and _is_float(user):
+            return self._of_readers(user)
         return self._of_pointwise(user)
+
+    def _of_readers(self, node: fx.Node) -> str | None:
+        """The objection of the first call that objects to what ``node`` makes of the value."""
+        readers = [user for user in node.users if user.op != "output"]
+        return next(filter(None, (self._of_a_use(LateUse(user, node)) for user in readers)), None)
 
     def _of_pointwise(self, user: fx.Node) -> str | None:
         if not ops.is_pointwise(user):
@@ -91,17 +101,16 @@ class Fp8Tolerance:
         if role(user) is Role.SENSITIVE and not is_small_power(user):
             return f"{user.name} is steep"
         if user not in self._gradients:  # part of a derivative, before the gradient is multiplied by it
-            readers = [other for other in user.users if other.op != "output"]
-            return next(filter(None, (self._of_a_use(LateUse(other, user)) for other in readers)), None)
+            return self._of_readers(user)
         return None if user in self._behind_products else LOSS_REASON
 
 
-def _objection_of_attention(use: LateUse) -> str | None:
+def _objection_of_attention(use: LateUse) -> str:
     names = set(ops.argument_names(use.user, use.value))
-    if names <= _OF_ATTENTION:
-        return None
     if names & {"query", "key"}:
         return "attention's queries and keys: their error would go through an exponential"
+    if names & {"value", "out"}:
+        return "attention's values and output: its backward takes the difference of what comes of the two"
     return f"attention's {', '.join(sorted(names)) or 'operand'}"
 
 

@@ -29,17 +29,23 @@ HELD_WEIGHT = "fp8_weight"
 """State ``fp8_weight.<n>``: codes and scales of weights that were quantized when a window was opened."""
 
 
+def is_fp8_state(name: str) -> bool:
+    """Whether the state ``name`` is a history, scales from one, evidence, or a weight that is held in FP8."""
+    return name in (WINDOW_EVIDENCE, HISTORY, WEIGHT_HISTORY, SCALES) or name.startswith(f"{HELD_WEIGHT}.")
+
+
 @dataclass(frozen=True)
 class Fp8Watch:
     """The tensors that a program looks at when it quantizes them: module path and role, such as "mlp.up.input".
 
     ``reported``: for each number of FP8_AMAX, and then of FP8_AMAX_BACKWARD. ``delayed``, ``delayed_weights``: for each
-    row of HISTORY (or number of SCALES) and of WEIGHT_HISTORY.
+    row of HISTORY (or number of SCALES) and of WEIGHT_HISTORY. ``formats``: for each number of SCALES.
     """
 
     reported: tuple[str, ...] = ()
     delayed: tuple[str, ...] = ()
     delayed_weights: tuple[str, ...] = ()
+    formats: tuple[str, ...] = ()
 
 
 NOTHING_WATCHED = Fp8Watch()

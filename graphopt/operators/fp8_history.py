@@ -3,7 +3,7 @@
 ``fp8_history_scales(history, largest, margin, most_recent, power_of_two)``: one scale for each row.
 ``fp8_first_scale(x, known, format, margin, power_of_two)``: ``known``, or that of x itself where nothing is known.
 
-No operator asks the host: on a device, x is looked at whether or not it is needed (a CPU looks first).
+No operator asks the host. x is looked at only where nothing is known: a kernel finds that out for itself.
 """
 
 from __future__ import annotations
@@ -48,6 +48,10 @@ def history_scales(
 
 def first_scale(x: Tensor, known: Tensor, format: str, margin: int, power_of_two: bool) -> Tensor:
     """f32[1,1]: ``known`` f32[1,1] unless it is ``UNKNOWN_SCALE``; else the scale of x [M,K] as it is now."""
+    if known.is_cuda:
+        from graphopt.kernels import fp8_first_scale_triton  # Triton exists on Linux alone
+
+        return fp8_first_scale_triton.first_scale(x, known, format, margin=margin, power_of_two=power_of_two)
     if known.device.type == "cpu" and float(known) != UNKNOWN_SCALE:
         return known.clone()
     present = _scale(group_amax(x, (0, 0)), format_named(format), margin, power_of_two)

@@ -34,7 +34,7 @@ def decide_products(program: Program, recipe: Recipe, *, micro_steps: int = 1) -
     setting = setting_of(recipe, _device(program, [*(p.node for p in products), *(o.node for o in others)]))
     modules = [*(product.module for product in products), *(program.origin(other.node).module for other in others)]
     rules = Rules(program, recipe, products, modules)
-    decided = _Decided(program, rules, setting, products, recipe, micro_steps)
+    decided = _Decided(program, products, rules=rules, setting=setting, recipe=recipe, micro_steps=micro_steps)
     rows = {product.node: [decided.row(position)] for position, product in enumerate(products)}
     for other in others:
         rows.setdefault(other.node, []).append(_other_row(program, other, rules))
@@ -48,9 +48,10 @@ class _Decided:
     def __init__(
         self,
         program: Program,
+        products: Sequence[Product],
+        *,
         rules: Rules,
         setting: Setting,
-        products: Sequence[Product],
         recipe: Recipe,
         micro_steps: int,
     ) -> None:

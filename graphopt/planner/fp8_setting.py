@@ -47,6 +47,12 @@ def setting_of(recipe: Recipe, device: torch.device) -> Setting:
     return Setting(rates.name + (", run as emulation on cpu" if is_emulated else ""), rates)
 
 
+def needs_two_layouts(recipe: Recipe, device: torch.device) -> bool:
+    """Whether FP8 products read operands with the contraction contiguous alone, on the target or else on ``device``."""
+    support = support_on(device) if recipe.target is None else device_class(recipe.target).support
+    return support.needs_two_layouts
+
+
 def rates_of(device: DeviceClass, recipe: Recipe) -> Rates:
     """Measured rates of ``device`` if ``graphopt measure-fp8`` has left a table of it, else those of its data sheet."""
     table = read_table(device.name)

@@ -7,6 +7,7 @@ from torch import fx
 from graphopt.capture.accumulation import WINDOW
 from graphopt.execute.segments import split_segments
 from graphopt.ir import ops
+from graphopt.ir.fp8_watch import is_fp8_state
 from graphopt.ir.liveness import MemoryPlan
 from graphopt.ir.program import Program
 from graphopt.ir.spec import Input, InputKind
@@ -77,4 +78,6 @@ def _resident_classes(program: Program, storages: StorageMap) -> dict[int, Memor
 def _class_of_input(entry: Input) -> MemoryClass:
     if entry.kind is InputKind.STATE and entry.name.startswith(f"{WINDOW}."):
         return MemoryClass.GRADIENTS
+    if entry.kind is InputKind.STATE and is_fp8_state(entry.name):
+        return MemoryClass.FP8_STATE
     return _CLASS_OF_INPUT[entry.kind]

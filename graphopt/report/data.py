@@ -25,6 +25,7 @@ class MemoryClass(StrEnum):
     GRADIENTS = "gradients"
     ACTIVATIONS = "activations"
     TEMPORARIES = "temporaries"
+    FP8_STATE = "fp8_state"
 
     @property
     def label(self) -> str:
@@ -38,7 +39,8 @@ class MemoryByClass:
 
     ``batch`` holds all that a call brings in, tangents included. ``gradients`` holds gradients and the window that
     accumulation adds them to; ``activations`` what the forward part leaves for the backward part; ``temporaries`` all
-    else, with what the operator at the peak allocates inside itself.
+    else, with what the operator at the peak allocates inside itself; ``fp8_state`` histories of delayed scaling, and
+    weights that were quantized for a window.
     """
 
     parameters: int
@@ -49,6 +51,7 @@ class MemoryByClass:
     gradients: int
     activations: int
     temporaries: int
+    fp8_state: int = 0
 
     @property
     def total(self) -> int:

@@ -27,6 +27,7 @@ COLORS = {
     MemoryClass.GRADIENTS: "#c0843d",
     MemoryClass.ACTIVATIONS: "#b5504b",
     MemoryClass.TEMPORARIES: "#8d6aa6",
+    MemoryClass.FP8_STATE: "#3f8f8a",
 }
 
 _STYLE = """

@@ -11,10 +11,11 @@ from typer.testing import CliRunner
 
 from benchmarks.drift import COMPANDED, DYNAMIC, FLOAT32, DriftFigures
 from benchmarks.facts_llama import FactsFigures
+from benchmarks.fp8_training_table import Fp8TrainingFigures
 from benchmarks.frontier_rows import AT_PEAK, FrontierFigures
 from benchmarks.machine import Machine
 from benchmarks.memory_peers import GRADIENT_CHECKPOINTING
-from benchmarks.report import BEGIN, END, main, readme_section, results_page, with_section
+from benchmarks.report import BEGIN, END, fp8_training_section, main, readme_section, results_page, with_section
 from benchmarks.rows import CompileTimeFigures, MemoryFigures, Row, SpeedFigures, Subject, store_rows
 from benchmarks.update_contenders import OWN_OPERATOR
 from benchmarks.update_table import UpdateFigures
@@ -182,6 +183,17 @@ def test_results_page_has_whole_steps_updates_and_drift(folder: Path) -> None:
     assert "| EveryN(n=1), embeddings fp32: whole peak" in page and "| 0.70 |" in page.replace("   ", " ")
     assert "## The update alone" in page and "2.030" in page
     assert "after 10 steps" in page and "+0.1500" in page
+
+
+def test_training_with_fp8_has_a_section_of_its_own(tmp_path: Path) -> None:
+    assert fp8_training_section(tmp_path) == "Nothing has been measured yet."
+    subject = Subject("byte-gpt-128x2", 400_000, "ids i64[8,64]", ("loss",))
+    runs = [Fp8TrainingFigures(name, 0, 10, (loss,), 3, 4, 0, 1.0) for name, loss in (("bf16", 2.0), ("rowwise", 2.01))]
+    list(store_rows(tmp_path / "fp8-training-x.jsonl", [Row(subject, MACHINE, run) for run in runs]))
+
+    section = fp8_training_section(tmp_path)
+
+    assert "byte-gpt-128x2, 0.4 M parameters" in section and "1.0050" in section and "a CPU" in section
 
 
 @pytest.mark.parametrize("readme", ["# no markers", f"{BEGIN} only", f"{END}\n{BEGIN}", f"{BEGIN}{END}{BEGIN}{END}"])

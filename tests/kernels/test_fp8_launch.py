@@ -102,6 +102,12 @@ def test_a_row_is_one_tile_of_32_numbers_a_thread(columns, rows, warps):
     assert (tile.rows, tile.warps) == (rows, warps) and tile.columns >= columns
 
 
+def test_codes_of_the_transpose_are_written_from_square_tiles():
+    x = torch.empty(4096, 4096, device="meta")
+    for grid in GRIDS:
+        assert Tile.of(casts_of(x, (1, 128), grid)[1:]) == Tile(128, 128)
+
+
 def test_a_row_too_long_for_registers_is_read_twice():
     x = torch.empty(64, 16385, device="meta")
     tile = Tile.of(casts_of(x, (1, 0)))

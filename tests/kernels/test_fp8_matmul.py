@@ -10,7 +10,7 @@ import torch
 
 from graphopt.execute.measure import measure_memory
 from graphopt.kernels import fp8_matmul, fp8_matmul_cpu
-from graphopt.kernels.fp8_matmul import matmul, matmul_path
+from graphopt.kernels.fp8_matmul import choices_on, matmul, matmul_path
 from graphopt.kernels.fp8_matmul_cpu import emulate
 from graphopt.kernels.fp8_product import Operand, reference
 from graphopt.kernels.fp8_support import support_of
@@ -139,3 +139,8 @@ def test_the_path_is_told_in_words():
     assert matmul_path(support_of(None)).startswith("emulation")
     assert matmul_path(support_of((8, 0))).startswith("no FP8 here")
     assert "Triton" in matmul_path(support_of((9, 0)))
+
+
+def test_nothing_is_chosen_by_measurement_on_a_cpu():
+    matmul(random_product(16, 16, 16))
+    assert choices_on(torch.device("cpu")) == ()

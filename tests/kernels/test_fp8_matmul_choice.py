@@ -41,7 +41,7 @@ def chooser(monkeypatch, tmp_path):
 
     monkeypatch.setattr(fp8_matmul_choice, "_file", lambda device: tmp_path / "choices.json")
     monkeypatch.setattr(fp8_matmul_choice, "candidates", lambda product, support: {"slow": slow, "fast": fast})
-    monkeypatch.setattr(fp8_matmul_choice, "_device_milliseconds", milliseconds)
+    monkeypatch.setattr(fp8_matmul_choice, "_median_milliseconds", milliseconds)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     fp8_matmul_choice._choices.cache_clear()
     yield timed
@@ -110,6 +110,14 @@ def test_scaled_mm_is_a_candidate_where_it_takes_the_product():
     }
     found = {name: SCALED_MM in candidates(product, HOPPER) for name, (product, _) in expected.items()}
     assert found == {name: takes for name, (_, takes) in expected.items()}
+
+
+def test_every_tile_is_a_candidate():
+    for grids in GRIDS.values():
+        product = random_product(128, 128, 128, grids, dtype=torch.bfloat16)
+        for support in (HOPPER, BLACKWELL):
+            num_triton = len([name for name in candidates(product, support) if name != SCALED_MM])
+            assert num_triton == len(tiles_for(product, family_of(support)))
 
 
 def test_scaled_mm_computes_the_product():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 import torch
 from torch import nn
@@ -46,6 +48,7 @@ def block():
     return joint_program(Block(), batch())
 
 
+@cache
 def inserted(program, **options):
     return run_pass(InsertQuantize(**options), tagged(program))
 
@@ -175,6 +178,12 @@ def test_two_layouts_change_no_bit(block, recipe):
     assert all(map(torch.equal, one, two))
 
 
+@pytest.mark.parametrize(("target", "is_two"), [("H100", True), ("L4", True), ("B200", False)])
+def test_the_target_says_how_many_layouts_there_are(block, target, is_two):
+    after, _ = inserted(block, recipe=Tensorwise(target=target))
+    assert bool(calls(after, QUANTIZE_BOTH)) is is_two
+
+
 def test_on_a_cpu_one_layout_is_enough(block):
     assert {node.target for node in calls(inserted(block)[0], *QUANTIZES)} == {QUANTIZE}
 
@@ -182,14 +191,14 @@ def test_on_a_cpu_one_layout_is_enough(block):
 # ---- padding ---------------------------------------------------------------------------------------------------------
 
 
+@cache
 def odd_program():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(18, 34), nn.Tanh(), nn.Linear(34, 10))
     return joint_program(model, {"input": torch.randn(5, 18)}, loss=lambda out, batch: out.square().mean())
 
 
-@pytest.mark.parametrize("layouts", ["one", "two"])
-@pytest.mark.parametrize("recipe", DYNAMIC)
+@pytest.mark.parametrize(("recipe", "layouts"), [("tensorwise", "two"), ("rowwise", "one"), ("blockwise", "two")])
 def test_a_padded_product_gives_what_the_unpadded_one_gives(recipe, layouts):
     program = odd_program()
     inputs = [torch.randn(entry.spec.shape) for entry in program.signature.inputs]

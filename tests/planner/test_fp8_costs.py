@@ -6,6 +6,7 @@ import itertools
 import json
 import random
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -233,6 +234,23 @@ def test_an_unknown_gpu_gets_the_rates_of_its_generation_and_says_so():
     assert found.name == "NVIDIA H20" and found.bf16_flops == H100.bf16_flops
     assert AnalyticRates(found, Rowwise()).name == "NVIDIA H20 (rates of H100 assumed)"
     assert not class_of_device("NVIDIA T4", (7, 5)).support.has_fp8
+
+
+@pytest.mark.parametrize(
+    ("name", "capability", "expected", "reason"),
+    [
+        ("NVIDIA H100 80GB HBM3", (9, 0), "H100 (estimated rates)", ""),
+        ("NVIDIA A100-SXM4-80GB", (8, 0), "sm_80", "no FP8 here: sm_80"),
+    ],
+)
+def test_on_a_gpu_the_one_that_runs_decides(monkeypatch, name, capability, expected, reason):
+    properties = SimpleNamespace(name=name, major=capability[0], minor=capability[1])
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    found = setting_of(Tensorwise(), torch.device("cuda"))
+    assert found.name == expected and found.reason.startswith(reason)
+    # No target gives a device what it does not have.
+    assert setting_of(Tensorwise(target="B200"), torch.device("cuda")).reason.startswith(reason)
 
 
 # ---- measured --------------------------------------------------------------------------------------------------------

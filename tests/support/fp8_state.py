@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import cache
 from typing import Any
 
 import torch
@@ -50,6 +51,19 @@ def fp8_step(recipe: Any, model: nn.Module | None = None, **options: Any) -> Any
     """A step that trains ``model`` (a copy of it, or new Blocks) under ``recipe``."""
     options.setdefault("optimizer", optim.AdamW(lr=1e-2))
     return compiled(Blocks() if model is None else copy.deepcopy(model), precision=recipe, **options)
+
+
+@cache
+def _compiled_once(recipe: Any, options: tuple[tuple[str, Any], ...]) -> tuple[Any, Any]:
+    step = fp8_step(recipe, **dict(options))
+    return step, start_of(step)
+
+
+def fresh_step(recipe: Any, **options: Any) -> Any:
+    """A step that trains Blocks, as new; what is compiled is shared between tests that ask for the same."""
+    step, start = _compiled_once(recipe, tuple(options.items()))
+    restart(step, start)
+    return step
 
 
 def restart(step: Any, start: Any) -> None:
