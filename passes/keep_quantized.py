@@ -92,7 +92,8 @@ class KeepQuantized(Pass):
         program.refresh()  # views of what an earlier pass exchanged show the memory of what stands there now
         count = _drop_wide_copies(program) if saved == "all" else 0
         keeper = _Keeper(program, saved)
-        count += sum(keeper.settle(value) for value in keeper.values)
+        large = [value for value in keeper.values if _is_large(value)]  # before anything is erased
+        count += sum(keeper.settle(value) for value in large)
         program.decisions = program.decisions.joined(*keeper.rows)
         if count:
             program.refresh()
@@ -104,7 +105,7 @@ def _drop_wide_copies(program: Program) -> int:
     tolerance = Fp8Tolerance(program)
     rows = []
     for value in forward_values(program):
-        if not value.uses or value.is_returned or not _is_large(value) or not tolerance.is_activation(value):
+        if not value.is_kept or value.is_returned or not _is_large(value) or not tolerance.is_activation(value):
             continue
         if not _widens_two_bytes(program, value.base):
             continue
@@ -159,7 +160,7 @@ class _Keeper:
 
     def settle(self, value: ForwardValue) -> int:
         """Decide about ``value`` and act; 1 if something changed."""
-        if not _is_large(value) or not self._tolerance.is_activation(value):
+        if not self._tolerance.is_activation(value):
             return 0
         if self._program.decisions.of(value.base.name) is not None:
             return 0  # settled before
