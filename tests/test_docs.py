@@ -37,6 +37,7 @@ CAPABILITIES = (
     "saving",
     "benchmarks",
     "precision",
+    "fp8",
 )
 
 # How many blocks of Python may stay unrun, by page; each says why where it stands.

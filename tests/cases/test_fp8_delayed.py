@@ -186,8 +186,8 @@ def trained(*, rows=16, accumulate=1, **options):
     [
         {"checkpoint": checkpoint.EveryN(1)},
         pytest.param({"checkpoint": checkpoint.SqrtN()}, marks=pytest.mark.slow),
-        pytest.param({"checkpoint": checkpoint.Offload()}, marks=pytest.mark.slow),
-        pytest.param({"memory": Fraction(95, 100), "rows": 512}, marks=pytest.mark.slow),
+        pytest.param({"checkpoint": checkpoint.Offload(), "rows": 512}, marks=pytest.mark.slow),
+        pytest.param({"memory": Fraction(97, 100), "rows": 512}, marks=pytest.mark.slow),
     ],
     ids=["every", "sqrt", "offload", "budget"],
 )
