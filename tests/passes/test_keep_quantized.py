@@ -391,17 +391,9 @@ def test_the_report_and_explain_say_what_is_kept(name):
         Inside(Gated()),
         ["loss"],
         optimizer=graphopt.optim.SGD(lr=0.1),
-        precision=graphopt.Precision(compute="fp8", fp8=_included(name)),
+        precision=graphopt.Precision(compute="fp8", fp8=graphopt.fp8.RECIPES[name](include=("inner.*", "first"))),
         backend="aten",
     )
     step(x=torch.randn(TOKENS, WIDTH))
     assert "kept as FP8" in step.explain("inner.gate")
     assert "quantize" in str(step.report()) and "kept as" in str(step.report())
-
-
-def _included(name):
-    return {
-        "tensorwise": graphopt.fp8.Tensorwise,
-        "rowwise": graphopt.fp8.Rowwise,
-        "blockwise": graphopt.fp8.Blockwise,
-    }[name](include=("inner.*", "first"))
