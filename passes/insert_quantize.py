@@ -94,6 +94,8 @@ class InsertQuantize(Pass):
         rewriter = _Rewriter(program, _make_copies(program, requests_of(program, reads), recipe))
         for item in reads:
             rewriter.rewrite(item, rows[item.product.node.name])
+        if products:
+            program.refresh()  # views of a product share the memory of the new one
         return Changes(len(products), refusals)
 
     def _takes_two(self, program: Program, product: Product, recipe: Recipe) -> bool:

@@ -54,6 +54,8 @@ class SplitLinear(Pass):
                 count += 1
             else:
                 refusals.append(Refusal.at(node, objection))
+        if count:
+            program.refresh()  # views of a layer's result share the memory of the product
         return Changes(count, tuple(refusals))
 
 
