@@ -14,6 +14,7 @@ from graphopt.ir.fp8_other_products import OtherProduct, find_other_products
 from graphopt.ir.fp8_products import Operand, OperandKind, Product, find_products
 from graphopt.ir.fp8_table import NO_PAD, Fp8Row, Fp8Table
 from graphopt.ir.liveness import backward_nodes
+from graphopt.ir.origin import Origin
 from graphopt.ir.precision_ops import qualified_name
 from graphopt.ir.program import Program
 from graphopt.ir.storage import storage_map
@@ -86,7 +87,7 @@ class _Decided:
             contraction=product.contraction,
             is_fp8=is_fp8,
             reason="",
-            origin=self._program.origin(product.node),
+            origin=_origin(self._program, product),
             weights=self._rules.weights(product),
             pad=pad_of(product) if is_fp8 else NO_PAD,
             layer=(product.forward or product.node).name,
@@ -111,6 +112,16 @@ class _Decided:
         if is_free and more_work(product) > MOST_EMULATED_WORK:
             return Verdict(False, f"padding does not pay: {pad_reason(product)}, at most {MOST_EMULATED_WORK:.0%}")
         return verdict
+
+
+def _origin(program: Program, product: Product) -> Origin:
+    """Where ``product`` comes from; a gradient whose own origin tells another module than its layer's has that of the
+    layer's forward product.
+    """
+    own = program.origin(product.node)
+    if own.module == product.module or product.forward is None:
+        return own
+    return replace(program.origin(product.forward), is_gradient=True)
 
 
 def _with_reason(row: Fp8Row, product: Product, verdict: Verdict, setting: Setting) -> Fp8Row:

@@ -176,4 +176,7 @@ def _other_reason(product: Product) -> str:
     kinds = {operand.kind for operand in product.operands}
     if kinds == {OperandKind.WEIGHT}:
         return "product of two weights: not supported yet"
+    if OperandKind.WEIGHT in kinds:
+        known = "a product of two weights" if product.forward is not None else "a product in another form"
+        return f"gradient of {known}: not supported yet"
     return "product of two activations, or its gradient: never"

@@ -124,6 +124,57 @@ def test_products_of_two_activations_and_their_gradients_are_not_taken_for_those
     assert all("two activations" in row.reason for row in others) and len(found.eligible) == 4
 
 
+class Noisy(nn.Module):
+    """Attention that drops weights: its autograd nodes in between leave the backward part without origins."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.o, self.twice = (nn.Linear(32, 32, bias=False) for _ in range(4))
+        self.tied = nn.Linear(32, 32, bias=False)
+        self.tied.weight = self.twice.weight
+
+    def forward(self, x):
+        q, k = (layer(x)[:, None] for layer in (self.q, self.k))
+        x = nn.functional.scaled_dot_product_attention(q, k, k, dropout_p=0.1)[:, 0]
+        return {"loss": self.tied(self.twice(self.o(x)).tanh()).square().mean()}
+
+
+def test_gradients_have_the_module_and_the_weight_of_their_forward_product():
+    batch = {"x": torch.randn(2, 16, 32)}
+    found = table(Noisy(), batch)
+    rows = {(row.module, row.role): row for row in found.rows if "mm" in row.operator and row.role != "other"}
+    expected = {(name, role) for name in ("o", "twice", "tied") for role in ROLES}
+    assert set(rows) == expected | {(name, role) for name in "qk" for role in ("forward", "weight gradient")}
+    assert {(name, row.weights[0]) for (name, _), row in rows.items()} == {
+        (name, f"{'twice' if name == 'tied' else name}.weight") for name in ("q", "k", "o", "twice", "tied")
+    }
+    assert {rows[name, role].layer for name in ("twice", "tied") for role in ROLES} == {
+        rows[name, "forward"].value for name in ("twice", "tied")
+    }
+    assert all(row.origin.is_gradient is (role != "forward") for (_, role), row in rows.items())
+    excluded = table(Noisy(), batch, Tensorwise(exclude=("q", "o", "tied")))
+    assert {module for module, _ in eligible(excluded)} == {"k", "twice"}
+
+
+def test_a_weight_made_of_two_weights_gives_no_input_gradient_for_them():
+    class Merged(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w, self.a, self.b = (nn.Parameter(torch.randn(*shape)) for shape in ((32, 48), (16, 48), (32, 16)))
+
+        def forward(self, x):
+            return {"loss": nn.functional.linear(x, self.w + self.b @ self.a).square().mean()}
+
+    found = table(Merged(), {"x": torch.randn(64, 48)})
+    reasons = [row.reason for row in found.rows if row.role == "other"]
+    assert sorted(reasons) == [
+        "gradient of a product of two weights: not supported yet",
+        "gradient of a product of two weights: not supported yet",
+        "product of two weights: not supported yet",
+    ]
+    assert eligible(found) == {("", "forward"), ("", "weight gradient")}
+
+
 def test_the_fused_loss_has_rows_for_its_three_products():
     class Head(nn.Module):
         def __init__(self):
