@@ -54,7 +54,7 @@ class Fp8Row:
     @property
     def shape(self) -> str:
         """Rows, columns and contraction as people read them."""
-        if not self.rows * self.columns * self.contraction:
+        if not (self.rows or self.columns or self.contraction):
             return "no one size"
         times = f"{self.batch} of " if self.batch != 1 else ""
         return f"{times}{self.rows} x {self.columns} x {self.contraction}"
@@ -141,7 +141,9 @@ class Fp8Table:
         """How many products run in FP8 on what, and what that saves, on one line."""
         if not self.rows:
             return "no FP8 was asked for"
-        saved = f", saves {format_microseconds(self.seconds_saved)} (estimated)" if self.seconds_saved else ""
+        verb = "saves" if self.seconds_saved > 0 else "costs"
+        times = f"{verb} {format_microseconds(abs(self.seconds_saved))}"
+        saved = f", {times} (estimated)" if self.seconds_saved else ""
         kept = f", {format_bytes(self.bytes_saved)} less kept for the backward part" if self.bytes_saved else ""
         return (
             f"FP8, recipe {self.recipe}, on {self.device}: {len(self.eligible)} of {len(self.rows)} products"

@@ -99,12 +99,17 @@ class Rules:
         facts = facts_of(product, self.weights(product))
         assert self._recipe.choose is not None, "asked only where there is a predicate"
         try:
-            return bool(self._recipe.choose(facts))
+            answer = self._recipe.choose(facts)
         except Exception as error:
             raise UnsupportedError(
                 f"choose raised {type(error).__name__}: {error}, for {facts}; it is expected to say True or False for "
                 "every product"
             ) from error
+        if not isinstance(answer, bool):
+            raise UnsupportedError(
+                f"choose is expected to say True or False for every product, came {answer!r} for {facts}"
+            )
+        return answer
 
 
 def facts_of(product: Product, weights: tuple[str, ...]) -> ProductFacts:

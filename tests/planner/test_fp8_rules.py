@@ -221,6 +221,14 @@ def test_a_predicate_decides_in_the_place_of_places_and_not_of_names():
     assert (facts.rows, facts.columns, facts.contraction, facts.weights) == (32, 32, 32, ("q.weight",))
 
 
+@pytest.mark.parametrize("answer", [None, "yes", 1])
+def test_a_predicate_says_true_or_false(answer):
+    with pytest.raises(
+        UnsupportedError, match=rf"choose is expected to say True or False .*came {answer!r} for Product"
+    ):
+        block_table(Tensorwise(choose=lambda facts: answer))
+
+
 def test_what_a_predicate_raises_is_shown_with_the_facts():
     with pytest.raises(UnsupportedError, match=r"choose raised ZeroDivisionError.*ProductFacts\(module='q', role="):
         block_table(Tensorwise(choose=lambda facts: 1 // 0 == 0))
