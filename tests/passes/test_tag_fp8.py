@@ -12,6 +12,7 @@ from torch import nn
 import graphopt
 from graphopt.errors import UnsupportedError
 from graphopt.fp8 import Blockwise, Delayed, Rowwise, Tensorwise
+from graphopt.ir.fp8_table import Fp8Row, Fp8Table
 from graphopt.passes.tag_fp8 import TagFp8
 from graphopt.pipeline.pass_base import Changes
 from tests.support.fp8_tables import (
@@ -300,3 +301,12 @@ def test_a_model_whose_constants_have_no_values_is_refused():
         model, x = Masked(), torch.randn(16, 16)
     with pytest.raises(UnsupportedError, match=r"on the meta device.* build the model on the CPU"):
         table(model, {"x": x})
+
+
+def test_a_table_says_whether_time_is_saved_or_lost_and_which_products_are_empty():
+    row = Fp8Row("mm", "forward", 0, 64, 32, True, "included", bf16_seconds=1e-5, fp8_seconds=4e-5)
+    assert "1 of 1 products, costs 30.0 us (estimated)" in Fp8Table("tensorwise", "H100", (row,)).summary()
+    faster = replace(row, fp8_seconds=4e-6)
+    assert "saves 6.0 us (estimated)" in Fp8Table("tensorwise", "H100", (faster,)).summary()
+    assert row.shape == "0 x 64 x 32"
+    assert replace(row, columns=0, contraction=0).shape == "no one size"
