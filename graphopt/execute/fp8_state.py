@@ -136,3 +136,19 @@ def check_fp8_state(saved: Mapping[str, Any]) -> None:
     if not isinstance(window, Mapping) or set(window) != {"evidence", "weights"}:
         raise StateError("expected evidence and weights of an open window of FP8 training")
     checked_rows(window["weights"])
+    _check_evidence(window["evidence"])
+    skipped = found["skipped_in_a_row"]
+    if isinstance(skipped, bool) or not isinstance(skipped, int) or skipped < 0:
+        raise StateError(f"skipped_in_a_row of FP8 training is a number of updates from 0 on, came {skipped!r}")
+
+
+def _check_evidence(evidence: object) -> None:
+    """Raise StateError for what is no evidence of a window: None, or one float32, which NaN is too."""
+    if evidence is None:
+        return
+    came = repr(evidence)
+    if isinstance(evidence, torch.Tensor):
+        if evidence.dtype == torch.float32 and evidence.dim() == 0:
+            return
+        came = f"{evidence.dtype} {list(evidence.shape)}"
+    raise StateError(f"the evidence of a window of FP8 training is None or one float32 without dimensions, came {came}")

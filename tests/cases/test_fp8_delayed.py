@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from fractions import Fraction
 
@@ -259,14 +260,21 @@ def test_a_history_of_another_length_keeps_the_latest_values():
         (lambda fp8_state: fp8_state.pop("window"), "expected history, window"),
         (lambda fp8_state: fp8_state["history"]["values"].fill_(float("nan")), "Inf or NaN"),
         (lambda fp8_state: fp8_state["history"]["names"].pop(), "rows for the names"),
+        (lambda fp8_state: fp8_state["history"].update(names=None), "a list of strings, came None"),
+        (lambda fp8_state: fp8_state["window"].update(evidence="x"), "one float32 without dimensions, came 'x'"),
+        (lambda fp8_state: fp8_state["window"].update(evidence=torch.zeros(3)), r"came torch.float32 \[3\]"),
+        (lambda fp8_state: fp8_state.update(skipped_in_a_row=None), "from 0 on, came None"),
     ],
 )
-def test_a_damaged_state_is_refused(change, message):
-    *_, step = trained()
-    saved = step.state_dict()
+def test_a_damaged_state_is_refused_and_changes_nothing(change, message):
+    step = fresh_step(DELAYED)
+    step(**batches(1)[0])
+    saved, before = copy.deepcopy(step.state_dict()), remembered(step)
+    saved["fp8"]["history"]["values"] += 1
     change(saved["fp8"])
     with pytest.raises(StateError, match=message):
         step.load_state_dict(saved)
+    assert same(remembered(step), before)
 
 
 @pytest.mark.slow
