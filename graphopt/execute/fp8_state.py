@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,22 +26,35 @@ _NAMES_SHOWN = 3
 
 @dataclass(frozen=True)
 class Seen:
-    """What one program saw of the tensors ``names``: ``amax`` f32[T], Inf or NaN where a tensor holds one."""
+    """What one program saw of the tensors ``names``, and then of the gradients of ``parameters``: ``amax`` f32[T], Inf
+    or NaN where one holds Inf or NaN."""
 
     names: tuple[str, ...]
     amax: torch.Tensor
+    parameters: tuple[str, ...] = ()
 
 
 def not_finite(seen: Iterable[Seen]) -> str:
-    """Why a step is skipped: the first tensors that were not finite, in the order in which they were quantized."""
+    """Why a step is skipped: the first tensors that were not finite, in the order in which they were quantized.
+
+    Gradients of parameters only where no quantized tensor tells it: they follow from those that do.
+    """
     names: dict[str, None] = {}
+    parameters: dict[str, None] = {}
     for one in seen:
         bad = (~torch.isfinite(one.amax)).tolist()
-        names.update(dict.fromkeys(name for name, is_bad in zip(one.names, bad, strict=True) if is_bad))
-    shown = [described(name) for name in list(names)[:_NAMES_SHOWN]]
-    more = [f"{len(names) - len(shown)} more"] if len(names) > len(shown) else []
-    which = f": {', '.join(shown + more)}" if shown else ""
-    return f"values quantized to FP8 are not finite{which}"
+        split = len(one.names)
+        names.update(dict.fromkeys(name for name, is_bad in zip(one.names, bad[:split], strict=True) if is_bad))
+        found = zip(one.parameters, bad[split:], strict=True)
+        parameters.update(dict.fromkeys(name for name, is_bad in found if is_bad))
+    if parameters and not names:
+        return f"gradients are not finite{_listed([f'of {name}' for name in parameters])}"
+    return f"values quantized to FP8 are not finite{_listed([described(name) for name in names])}"
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = [f"{len(names) - _NAMES_SHOWN} more"] if len(names) > _NAMES_SHOWN else []
+    return f": {', '.join([*names[:_NAMES_SHOWN], *more])}" if names else ""
 
 
 class Fp8State:

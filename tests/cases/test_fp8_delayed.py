@@ -119,6 +119,38 @@ def test_the_reason_names_the_tensors_in_the_order_of_the_step():
     assert all(same({"": value}, {"": remembered(step)[name]}) for name, value in before.items())
 
 
+class FrozenBody(nn.Module):
+    """The body is in FP8 and is not trained, the head is trained and not in FP8."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.head = nn.Linear(32, 32).requires_grad_(False), nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"loss": (self.head(torch.tanh(self.body(x))) - y).square().mean()}
+
+
+@pytest.mark.parametrize(
+    ("decides", "options"), [("host", {}), ("device", {}), ("host", {"accumulate": 2}), ("host", {"clip_grad_norm": 1})]
+)
+def test_gradients_outside_fp8_skip_the_step_too(decides, options):
+    recipe = fp8.Tensorwise(exclude=("head",), include=("body",), decides=decides)
+    step = fp8_step(recipe, FrozenBody(), **options)
+    good = {"x": batches(1)[0]["x"], "y": torch.zeros(16, 32)}
+    step(**good)
+    for _ in range(options.get("accumulate", 1) - 1):
+        step(**good)
+    assert step.last_update.skipped is None
+    before = remembered(step)
+    step(**{**good, "y": spoiled({"x": good["y"]}, float("nan"))["x"]})
+    for _ in range(options.get("accumulate", 1) - 1):
+        step(**good)
+    assert same(before, remembered(step))
+    expected = "the gradient norm is nan" if "clip_grad_norm" in options else "gradients are not finite: of head."
+    assert step.last_update.skipped.startswith(expected)
+
+
 def test_a_bad_micro_batch_drops_its_window_and_leaves_the_history():
     good = batches(4)
     step = fresh_step(DELAYED, accumulate=2)
