@@ -28,6 +28,7 @@ from graphopt.execute.model_view import view_model
 from graphopt.execute.paging.rules import install_rules
 from graphopt.execute.shared_memory import overlapping_tensors
 from graphopt.execute.workspace import MeasuredWorkspace
+from graphopt.fp8 import Recipe
 from graphopt.ir.embeddings import embedding_tables
 from graphopt.ir.fp8_table import Fp8Table
 from graphopt.ir.fp8_trained import NOTHING_TRAINED
@@ -151,9 +152,15 @@ class Builder:
             dump.attach("fp8.txt", joint.fp8.text())
         recipe = self.options.precision.fp8
         if recipe is not None:
-            joint = (watch_module if self.options.optimizer is None else watch_step)(joint, recipe)
+            joint = self._watched(joint, recipe)
         differentiable = () if self.options.optimizer else differentiable_outputs(captured.program, wrt=wrt)
         return BuiltGradient(captured, joint, self._weight(joint, captured.loss_name), dump, differentiable)
+
+    def _watched(self, joint: Program, recipe: Recipe) -> Program:
+        if self.options.optimizer is None:
+            return watch_module(joint, recipe)
+        looks_anyway = self.options.clip_grad_norm is not None or self.options.loss_scale is not None
+        return watch_step(joint, recipe, gradients=not looks_anyway)
 
     def _weight(self, joint: Program, loss: str | None) -> LossWeight:
         accumulate = self.options.accumulate

@@ -22,6 +22,9 @@ Decides = Literal["auto", "host", "device"]
 _SEPARATORS = ";,|{}"
 """What stands between the parts of a recipe, a pass and a pipeline that are written as text."""
 
+_LARGEST_MARGIN = 8
+"""Of delayed scaling: about half the powers of two that E4M3 holds as normal numbers (2**-6 to 448)."""
+
 
 @dataclass(frozen=True)
 class ProductFacts:
@@ -138,8 +141,9 @@ class Blockwise(Recipe):
 class Delayed(Recipe):
     """One scale for each tensor, from its largest values in the last ``history`` micro-steps. Gradients are E5M2.
 
-    ``margin``: the scale leaves room for values ``2**margin`` times as large. ``algo``: "max" of the history, or
-    "most_recent".
+    ``margin``: the scale leaves room for values ``2**margin`` times as large; at most 8, as E4M3 has about 2**15 from
+    its smallest normal number to its largest, and half of that has to be left for the values themselves. ``algo``:
+    "max" of the history, or "most_recent".
     """
 
     gradients: Format = "e5m2"
@@ -155,6 +159,12 @@ class Delayed(Recipe):
             value = getattr(self, field)
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise UnsupportedError(f"{field} expects a whole number from {least} on, came {value!r}")
+        if self.margin > _LARGEST_MARGIN:
+            raise UnsupportedError(
+                f"margin expects at most {_LARGEST_MARGIN}, came {self.margin}: E4M3 holds about 2**15 from its smallest "
+                f"normal number to its largest, and a margin of {self.margin} would leave all but "
+                f"{max(0, 15 - self.margin)} powers of two of that unused"
+            )
         _check_choice("algo", self.algo, get_args(History))
 
 

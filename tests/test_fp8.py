@@ -53,6 +53,7 @@ def test_a_predicate_prints_its_name_and_is_not_read_back():
         (lambda: Rowwise(choose=3), "choose expects a function"),
         (lambda: Delayed(history=0), "history expects a whole number from 1 on"),
         (lambda: Delayed(margin=-1), "margin expects a whole number from 0 on"),
+        (lambda: Delayed(margin=9), "margin expects at most 8, came 9: E4M3 holds"),
         (lambda: Delayed(algo="mean"), "algo expects one of 'max', 'most_recent'"),
         (lambda: Recipe(), "what all recipes share"),
         (lambda: recipe_of("colwise"), "one of tensorwise, rowwise, blockwise, delayed"),
