@@ -10,13 +10,12 @@ from torch import fx
 
 from graphopt.ir import ops
 from graphopt.ir.fp8_codes import CODE_DTYPES, is_quantize
-from graphopt.ir.liveness import backward_nodes, reached_from
+from graphopt.ir.fp8_products import OperandKind, OperandKinds
 from graphopt.ir.program import Program
-from graphopt.ir.spec import InputKind, OutputKind
+from graphopt.ir.spec import OutputKind
 from graphopt.operators.fp8 import MATMUL, QUANTIZE, QUANTIZE_BOTH, QUANTIZE_TRANSPOSED
 
 QUANTIZERS = (QUANTIZE, QUANTIZE_TRANSPOSED, QUANTIZE_BOTH)
-_VARYING = (InputKind.BATCH, InputKind.TANGENT, InputKind.SEED)
 
 
 class Role(StrEnum):
@@ -52,15 +51,9 @@ def quantized_tensors(program: Program) -> tuple[QuantizedTensor, ...]:
     groups: dict[tuple[fx.Node, str], list[fx.Node]] = {}
     for node in program.ops():
         if ops.is_call(node, *QUANTIZERS):
-            groups.setdefault((_behind_views(node.args[0]), str(node.args[1])), []).append(node)  # type: ignore[arg-type]
+            groups.setdefault((ops.behind_views(node.args[0]), str(node.args[1])), []).append(node)  # type: ignore[arg-type]
     namer = _Namer(program)
     return tuple(namer.named(source, tuple(nodes)) for (source, _), nodes in groups.items())
-
-
-def _behind_views(node: fx.Node) -> fx.Node:
-    while ops.is_view(node):
-        node = node.all_input_nodes[0]
-    return node
 
 
 def _behind_copies(node: fx.Node) -> fx.Node:
@@ -82,11 +75,8 @@ class _Namer:
     """Gives each tensor a role and a name of its own."""
 
     def __init__(self, program: Program) -> None:
-        inputs = tuple(zip(program.placeholders(), program.signature.inputs, strict=True))
         self.program = program
-        self.gradients = backward_nodes(program)
-        self.varying = reached_from(program, (node for node, entry in inputs if entry.kind in _VARYING))
-        self.parameters = {node: entry.name for node, entry in inputs if entry.kind is InputKind.PARAM}
+        self.kinds = OperandKinds(program)
         self.trained = {
             value: output.name
             for value, output in zip(program.output_values(), program.signature.outputs, strict=True)
@@ -98,7 +88,7 @@ class _Namer:
     def named(self, source: fx.Node, quantizers: tuple[fx.Node, ...]) -> QuantizedTensor:
         products = self._products(quantizers)
         role = self._role(source, products)
-        name = self.parameters.get(source)
+        name = self.kinds.parameters.get(source)
         if name is None:
             module = self._module(products or [source], role)
             name = f"{module}.{role}" if module else str(role)
@@ -106,10 +96,11 @@ class _Namer:
         return QuantizedTensor(name if times == 1 else f"{name}#{times}", role, quantizers)
 
     def _role(self, source: fx.Node, products: Sequence[fx.Node]) -> Role:
-        if source in self.gradients:
-            return Role.GRADIENT
-        if source not in self.varying:
-            return Role.WEIGHT
+        match self.kinds.of(source):
+            case OperandKind.GRADIENT:
+                return Role.GRADIENT
+            case OperandKind.WEIGHT:
+                return Role.WEIGHT
         return Role.INPUT if products else Role.KEPT
 
     def _module(self, readers: Sequence[fx.Node], role: Role) -> str:
@@ -125,7 +116,7 @@ class _Namer:
     def _parameter(self, product: fx.Node) -> str | None:
         """The parameter that ``product`` reads, or whose gradient it is."""
         for operand in product.all_input_nodes:
-            name = self.parameters.get(_behind_copies(operand))
+            name = self.kinds.parameters.get(_behind_copies(operand))
             if name is not None:
                 return name
         node = product

@@ -55,7 +55,7 @@ def _held_values(program: Program) -> tuple[str, ...]:
     found: dict[str, None] = {}
     for node in program.ops():
         if node in hoisted and any(user not in hoisted for user in node.users):
-            found[_base(node).name] = None
+            found[ops.behind_views(node).name] = None
     return tuple(found)
 
 
@@ -69,12 +69,6 @@ def _fixed(program: Program) -> Set[fx.Node]:
         if sources and fixed.issuperset(sources) and ops.is_pure(node):
             fixed.add(node)
     return fixed
-
-
-def _base(node: fx.Node) -> fx.Node:
-    while ops.is_view(node):
-        node = node.all_input_nodes[0]
-    return node
 
 
 def _weights_program(joint: Program, held: Iterable[str]) -> Program:

@@ -83,7 +83,7 @@ class _Joiner:
 
     def _can_join(self, node: fx.Node, group: _Group) -> bool:
         first = self._position[group.members[0]]
-        if any(self._position[_base(argument)] > first for argument in node.all_input_nodes):
+        if any(self._position[ops.behind_views(argument)] > first for argument in node.all_input_nodes):
             return False
         written = self._held(tuple(ops.mutated_arguments(node)))
         others = {s for member in group.members for s in self._held(tuple(member.all_input_nodes))}
@@ -116,13 +116,6 @@ def _list_form(op: torch._ops.OpOverload) -> _ListForm | None:
     listed = tuple(i for i, (one, many) in enumerate(zip(types, lists, strict=True)) if one != many)
     assert all(lists[i] == f"List[{types[i]}]" for i in listed), f"{target} does not take lists of what {op} takes"
     return _ListForm(target, listed)
-
-
-def _base(node: fx.Node) -> fx.Node:
-    """What ``node`` is a view of."""
-    while ops.is_view(node) and node.op == "call_function":
-        node = node.args[0]  # type: ignore[assignment]
-    return node
 
 
 def _move_views(node: fx.Node, first: fx.Node) -> None:

@@ -118,6 +118,13 @@ def is_view(node: fx.Node) -> bool:
     return any(result.alias_info is not None for result in op._schema.returns)
 
 
+def behind_views(node: fx.Node) -> fx.Node:
+    """What ``node`` is a view of, through all views of views; ``node`` itself if it is none."""
+    while is_view(node):
+        node = node.all_input_nodes[0]
+    return node
+
+
 def is_uninitialised(node: fx.Node) -> bool:
     """Whether the result is memory with no defined content."""
     return overload(node) in tables.UNINITIALISED
