@@ -29,6 +29,8 @@ from graphopt.execute.paging.rules import install_rules
 from graphopt.execute.shared_memory import overlapping_tensors
 from graphopt.execute.workspace import MeasuredWorkspace
 from graphopt.ir.embeddings import embedding_tables
+from graphopt.ir.fp8_table import Fp8Table
+from graphopt.ir.fp8_trained import NOTHING_TRAINED
 from graphopt.ir.hazards import protect_backward_reads, separate_updates
 from graphopt.ir.liveness import plan_memory
 from graphopt.ir.program import Program, Stage
@@ -87,6 +89,7 @@ class Builder:
         self.precision = precision_for(model, options.precision)
         self.workspace = MeasuredWorkspace()
         self.dump_folders: list[Path] = []
+        self._trained = NOTHING_TRAINED
         self._weight_programs: dict[str, Executable] = {}
 
     def pipeline(self, stage: Stage, reserved_bytes: int = 0, margin_bytes: int = 0) -> Pipeline:
@@ -143,6 +146,7 @@ class Builder:
         if dump is not None:
             dump.mark("joint", joint)
         joint = self.run_passes(joint, Stage.JOINT, dump)
+        self._trained = self._trained.with_decisions(joint.fp8.forward_decisions())
         if dump is not None and joint.fp8.rows:
             dump.attach("fp8.txt", joint.fp8.text())
         joint = self._watched(joint)
@@ -232,6 +236,7 @@ class Builder:
         program.stage = Stage.JOINT  # a joint program without gradients: what decides about products is written for it
         passes = inference_passes(self.precision)
         if passes:
+            program.fp8 = Fp8Table(trained=self._trained)
             with without_autocast():
                 program = self.run_passes(program, Stage.JOINT, dump, Pipeline(passes))
         program.stage = Stage.STEP

@@ -1,12 +1,13 @@
 """Recipes of FP8 training: how operands of matrix products are scaled, in which formats, and which products take part.
 
 ``precision="fp8"`` is ``Precision(compute="fp8", fp8=Tensorwise())``; a recipe may be given in its place. A recipe
-prints as text, ``rowwise;gradients=e5m2;exclude=lm_head|*.gate``, and ``recipe_of`` reads that back.
+prints as text, ``rowwise;gradients=e5m2;exclude=lm_head|*.gate``, and ``recipe_of`` reads that back; all
+but ``choose``, a function, of which a text has the name alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal, get_args
 
@@ -210,13 +211,16 @@ def _checked_patterns(field: str, patterns: Any) -> tuple[str, ...]:
         raise UnsupportedError(
             f"{field} expects a tuple of module patterns, came the string {patterns!r}: write {field}=({patterns!r},)"
         )
+    if not isinstance(patterns, Iterable):
+        raise UnsupportedError(f"{field} expects a tuple of module patterns, () for none, came {patterns!r}")
+    patterns = tuple(patterns)
     for pattern in patterns:
         if not isinstance(pattern, str) or not pattern or set(pattern) & set(_SEPARATORS):
             raise UnsupportedError(
                 f"{field} expects module patterns such as 'lm_head' or '*.wo' without any of {_SEPARATORS}, "
                 f"came {pattern!r}"
             )
-    return tuple(patterns)
+    return patterns
 
 
 def _check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:

@@ -47,6 +47,7 @@ def test_a_predicate_prints_its_name_and_is_not_read_back():
         (lambda: Rowwise(weight_gradient="f16"), "weight_gradient expects one of 'fp8', 'bf16'"),
         (lambda: Rowwise(saved="some"), "saved expects one of"),
         (lambda: Rowwise(exclude="lm_head"), r"write exclude=\('lm_head',\)"),
+        (lambda: Rowwise(exclude=None), r"exclude expects a tuple of module patterns, \(\) for none, came None"),
         (lambda: Rowwise(include=("a;b",)), "include expects module patterns"),
         (lambda: Rowwise(target=""), "target expects the name of a device"),
         (lambda: Rowwise(choose=3), "choose expects a function"),
