@@ -14,6 +14,7 @@ from graphopt.ir.fp8_places import Places, edge_layer_of, edge_layers
 from graphopt.ir.fp8_products import OperandKind, Product, ProductRole
 from graphopt.ir.fp8_trained import Decision
 from graphopt.ir.module_paths import matching_pattern
+from graphopt.ir.precision_ops import Role as PrecisionRole
 from graphopt.ir.program import Program
 from graphopt.ir.spec import dtype_name
 
@@ -86,10 +87,17 @@ class Rules:
         dtypes = {self._program.spec(operand.base).dtype for operand in product.operands}
         others = sorted(dtype_name(dtype) for dtype in dtypes if dtype not in _TWO_BYTES)
         if others:
-            return f"operands are {' and '.join(others)}, not of two bytes (kept by the model or by keep_fp32)"
+            return f"operands are {' and '.join(others)}, not of two bytes{self._why_wide(product)}"
         if product.role is ProductRole.WEIGHT_GRADIENT and self._recipe.weight_gradient == "bf16":
             return 'weight gradients are asked for in bf16 (weight_gradient="bf16")'
         return ""
+
+    def _why_wide(self, product: Product) -> str:
+        """Why lowering left the layer of ``product`` as it was, where its table tells; with a colon before it."""
+        places = {self._program.origin(node).place for node in (product.forward, product.node) if node is not None}
+        rows = (row for row in self._program.precision.rows if row.role == PrecisionRole.MATRIX)
+        reasons = {row.reason for row in rows if row.origin.place in places}
+        return f": {reasons.pop()}" if len(reasons) == 1 else ""
 
     def _place(self, product: Product) -> str:
         forward = product.forward or product.node

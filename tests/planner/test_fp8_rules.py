@@ -159,6 +159,22 @@ def test_products_that_are_kept_in_float32_say_so():
     found = decide_products(joint(model, {"x": torch.randn(16, 32)}, precision), Tensorwise())
     assert of_layer(found, "layers.0")["forward"].reason.startswith("operands are f32, not of two bytes")
     assert ("layers.1", "forward") in eligible(found)
+    reasons = {row.reason for row in found.rows if row.module == "layers.0"}
+    assert reasons == {"operands are f32, not of two bytes: kept by keep_fp32 pattern 'layers.0'"}
+
+
+def test_a_product_of_a_batch_with_a_buffer_says_why_it_is_wide():
+    class Fixed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("table", torch.randn(32, 32))
+            self.layer = nn.Linear(32, 32)
+
+        def forward(self, x):
+            return {"loss": self.layer((x @ self.table).tanh()).square().mean()}
+
+    row = table(Fixed(), {"x": torch.randn(16, 32)}).rows[0]
+    assert row.reason == "operands are f32, not of two bytes: no parameter takes part, and a buffer does"
 
 
 def test_a_double_model_stays_double():
