@@ -1,8 +1,8 @@
 """Whether a value of the forward part may reach the backward part with the three or four digits that FP8 keeps.
 
 The error of a code is relative to the number itself. A backward operator that multiplies by the value passes that error
-on as it is; one that takes an exponential of it, subtracts it from something near it, or compares it, does not. One that
-jumps or divides by it does not either: numbers that are small beside the one that made the scale have the code of zero.
+on as it is; one that takes an exponential of it, subtracts it from something near it, or compares it, does not. One
+that jumps or divides by it does not either: what is small beside the number that made the scale has the code of zero.
 
 Attention's backward does both. What comes of its values and what comes of its output are equal where one position has
 all the weight, and only their difference reaches the queries: with either in FP8 that difference is noise
