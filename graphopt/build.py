@@ -28,7 +28,6 @@ from graphopt.execute.model_view import view_model
 from graphopt.execute.paging.rules import install_rules
 from graphopt.execute.shared_memory import overlapping_tensors
 from graphopt.execute.workspace import MeasuredWorkspace
-from graphopt.fp8 import Recipe
 from graphopt.ir.embeddings import embedding_tables
 from graphopt.ir.fp8_table import Fp8Table
 from graphopt.ir.fp8_trained import NOTHING_TRAINED
@@ -150,13 +149,15 @@ class Builder:
         self._trained = self._trained.with_decisions(joint.fp8.forward_decisions())
         if dump is not None and joint.fp8.rows:
             dump.attach("fp8.txt", joint.fp8.text())
-        recipe = self.options.precision.fp8
-        if recipe is not None:
-            joint = self._watched(joint, recipe)
+        joint = self._watched(joint)
         differentiable = () if self.options.optimizer else differentiable_outputs(captured.program, wrt=wrt)
         return BuiltGradient(captured, joint, self._weight(joint, captured.loss_name), dump, differentiable)
 
-    def _watched(self, joint: Program, recipe: Recipe) -> Program:
+    def _watched(self, joint: Program) -> Program:
+        """``joint`` with what FP8 remembers and looks at; as it is where no recipe was asked for."""
+        recipe = self.options.precision.fp8
+        if recipe is None:
+            return joint
         if self.options.optimizer is None:
             return watch_module(joint, recipe)
         looks_anyway = self.options.clip_grad_norm is not None or self.options.loss_scale is not None

@@ -56,7 +56,8 @@ class Recipe:
     predicate of ProductFacts that decides in the place of costs and places where neither does. ``skip_first`` and
     ``skip_last``: how many of the repeated layers at either end never take part. ``target``: the class of device whose
     costs count, such as "H100" (None: the device that runs; on a CPU costs are not counted). ``decides``: where it is
-    decided whether a step is skipped because of Inf or NaN, unless a ``LossScale`` says so.
+    decided whether a step is skipped because of Inf or NaN, unless a ``LossScale`` says so. It is
+    if a tensor that is quantized or the gradient of a parameter holds one; a step that quantizes nothing does not look.
 
     UnsupportedError for a value that a field does not have.
     """
@@ -141,9 +142,9 @@ class Blockwise(Recipe):
 class Delayed(Recipe):
     """One scale for each tensor, from its largest values in the last ``history`` micro-steps. Gradients are E5M2.
 
-    ``margin``: the scale leaves room for values ``2**margin`` times as large; at most 8, as E4M3 has about 2**15 from
-    its smallest normal number to its largest, and half of that has to be left for the values themselves. ``algo``:
-    "max" of the history, or "most_recent".
+    ``margin``: the scale leaves room for values ``2**margin`` times as large. At most 8: E4M3 holds about 15 powers of
+    two as normal numbers, and the other half is for the values themselves. ``algo``: "max" of the history, or
+    "most_recent".
     """
 
     gradients: Format = "e5m2"
@@ -161,9 +162,8 @@ class Delayed(Recipe):
                 raise UnsupportedError(f"{field} expects a whole number from {least} on, came {value!r}")
         if self.margin > _LARGEST_MARGIN:
             raise UnsupportedError(
-                f"margin expects at most {_LARGEST_MARGIN}, came {self.margin}: E4M3 holds about 2**15 from its smallest "
-                f"normal number to its largest, and a margin of {self.margin} would leave all but "
-                f"{max(0, 15 - self.margin)} powers of two of that unused"
+                f"margin expects at most {_LARGEST_MARGIN}, came {self.margin}: E4M3 holds about 15 powers of two as "
+                "normal numbers, and more than half of them would stay unused"
             )
         _check_choice("algo", self.algo, get_args(History))
 

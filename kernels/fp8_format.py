@@ -10,8 +10,6 @@ reciprocal is finite; NaN if the group holds Inf or NaN, so that all that is com
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -68,17 +66,6 @@ def grid_shape(shape: torch.Size | tuple[int, ...], grid: Grid) -> tuple[int, in
     """The shape of the scales of a tensor [M,K] of ``shape``."""
     rows, columns = (extent if size == 0 else size for extent, size in zip(shape, grid, strict=True))
     return _ceil_div(shape[0], rows), _ceil_div(shape[1], columns)
-
-
-def cast_bytes(shape: torch.Size | tuple[int, int], element_bytes: int, grids: Sequence[Grid]) -> int:
-    """The bytes that a cast of x [M,K] cannot but move, for ``grids`` of codes, one or two, in x's orientation.
-
-    x is read once, or twice where all rows share a scale: no code can be written before the last row was seen.
-    """
-    num_elements = shape[0] * shape[1]
-    readings = 2 if any(grid[0] == 0 for grid in grids) else 1
-    scales = sum(4 * math.prod(grid_shape(shape, grid)) for grid in grids)
-    return num_elements * (readings * element_bytes + len(grids)) + scales
 
 
 def group_amax(x: Tensor, grid: Grid) -> Tensor:

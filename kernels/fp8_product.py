@@ -10,8 +10,8 @@ scales and bias are float32; there is one rounding to the dtype of the result. A
 serves, even where the codes are 0.
 
 Scales are multiplied with each other first: a large operand times a small one has a scale like that of its result,
-where a sum times the large scale alone could leave float32. The product of two scales overflows only where the result for
-a sum of codes of 1 would overflow too.
+where a sum times the large scale alone could leave float32. The product of two scales overflows only where a result of
+codes that sum up to 1 would overflow too.
 """
 
 from __future__ import annotations

@@ -17,7 +17,8 @@ After (``saved="all"``): ``relu`` and ``silu`` die in the forward part::
     ...
     silu_again = graphopt.dequantize_fp8.default(silu_codes, silu_scale, [1, 128], torch.bfloat16)
     mul = aten.mul.Tensor(grad, silu_again)
-    relu_again = graphopt.dequantize_fp8.default(codes, scale, [0, 0], torch.bfloat16)
+    zeros: 'u8[T*F/8]' = graphopt.pack_bits.default(relu)                               # forward
+    relu_again = graphopt.unpack_bits.default(zeros, [T, F], torch.bfloat16)            # ones where relu is not 0
     threshold = aten.threshold_backward.default(grad_1, relu_again, 0)
 
 What is kept of a value follows from who reads it in the backward part:
@@ -26,6 +27,9 @@ What is kept of a value follows from who reads it in the backward part:
   same codes are made of it again.
 - Others too (``saved="products"`` and "all"): they read what the codes stand for, so that one byte is kept, not three.
 - Others alone (``saved="all"``): codes are made for keeping, E4M3 with a power of two for each 128 elements.
+- The backward of a relu, of the relu's own result: a bit an element that says where it is not zero, beside the codes if
+  others read them. This is exact; codes are not asked, as what is small beside the number that made the scale is zero
+  there.
 - Float32 copies of a value in two bytes are made again from it (``saved="all"``). This is exact.
 
 Saves 1 byte of 2, or 3 of 4, an element. Costs a pass over each value that is quantized and a pass for each reader. The
@@ -33,9 +37,10 @@ values of the forward part stay as they are, and so does the loss. What is decid
 computed again or moved: with and without checkpointing, gradients are bit-equal.
 
 Refuses, with a row that says why, what ``Fp8Tolerance`` objects to: operands and output of attention, results of a
-softmax, random draws, statistics, what products in two bytes read, what is compared or subtracted from one, what the
-gradient of the loss itself is made from; and outputs. Then the value is kept as it is, and its codes are made again
-rather than kept beside it. Weights are ``recast-weights``' affair. Values below 4 KiB are left alone.
+softmax, random draws, statistics, what products in two bytes read, what is compared, divided by or subtracted from one,
+what an operator that jumps reads, what the gradient of the loss itself is made from; and outputs. Then the value is
+kept as it is, and its codes are made again rather than kept beside it. Weights are ``recast-weights``' affair. Values
+below 4 KiB are left alone.
 """
 
 from __future__ import annotations
@@ -59,11 +64,14 @@ from graphopt.ir.program import Program, Stage
 from graphopt.ir.spec import dtype_name
 from graphopt.ir.twins import insert_twin
 from graphopt.ir.view_copies import view_again
+from graphopt.ir.zero_masks import asks_for_zeros, has_zero_mask, pack_zeros, zeros_again
 from graphopt.pipeline.pass_base import Changes, Numerics, Pass
 from graphopt.planner.costs import node_seconds
 from graphopt.planner.machine_rates import machine_rates
 
 _DEFAULT = Tensorwise()
+
+_NO_PRODUCT = "no product reads it in FP8"
 
 _WORTH_QUANTIZING = 4 * 2**10
 """Bytes of a value. Below, two calls cost more than the memory is worth."""
@@ -145,6 +153,15 @@ def _read_instead(program: Program, uses: Iterable[LateUse], made: dict[fx.Node,
             erase_dead(program, (use.value,))
 
 
+@dataclass(frozen=True)
+class _Zeros:
+    """What is kept of a value's zeros: in words, the seconds that it costs, and its bytes."""
+
+    text: str = ""
+    seconds: float = 0.0
+    nbytes: int = 0
+
+
 class _Keeper:
     """Settles what is kept of each value of a program; ``rows`` says what and why."""
 
@@ -176,10 +193,17 @@ class _Keeper:
         if not others:
             self._note_codes(value, read)
             return 0
-        objection = self._tolerance.objection(value, others)
-        return (
-            self._restore(value, codes, read, others) if objection is None else self._keep_value(value, read, objection)
-        )
+        has_mask = has_zero_mask(self._program, value)
+        asking = [use for use in others if has_mask and asks_for_zeros(use)]
+        reading = [use for use in others if use not in asking]
+        objection = self._tolerance.objection(value, reading)
+        if objection is None and not reading and not read and self._saved != "all":
+            objection = _NO_PRODUCT
+        if objection is not None:
+            return self._keep_value(value, read, objection)
+        if not reading:
+            return self._keep_zeros(value, read, asking)
+        return self._restore(value, codes, read, reading, asking)
 
     def _uses(self, node: fx.Node) -> tuple[LateUse, ...]:
         found = self._value_of.get(node)
@@ -196,7 +220,36 @@ class _Keeper:
         reason = f"kept as FP8: the codes that {', '.join(products)} read; exact"
         self._add(value, Action.QUANTIZE, reason, kept_bytes=_nbytes(read))
 
-    def _restore(self, value: ForwardValue, codes: list[Codes], read: list[Codes], others: list[LateUse]) -> int:
+    def _keep_zeros(self, value: ForwardValue, read: list[Codes], asking: list[LateUse]) -> int:
+        """Keep what ``asking`` want to know beside the codes that products read, and nothing else."""
+        zeros = self._read_zeros(value, asking)
+        codes = "the codes that products read, and " if read else ""
+        reason = f"kept as {'FP8: ' if read else ''}{codes}{zeros.text}; exact"
+        self._add(value, Action.QUANTIZE, reason, seconds=zeros.seconds, kept_bytes=zeros.nbytes + _nbytes(read))
+        return 1
+
+    def _read_zeros(self, value: ForwardValue, asking: list[LateUse]) -> _Zeros:
+        """Let ``asking`` read a bit for each element of ``value``."""
+        if not asking:
+            return _Zeros()
+        base = value.base
+        packed = pack_zeros(self._program, base)
+        seconds = node_seconds(packed, self._rates)
+        for use in asking:
+            again = zeros_again(self._program, packed, base, use.user)
+            seconds += node_seconds(again, self._rates)
+            _read_instead(self._program, (use,), {base: again})
+        readers = ", ".join(dict.fromkeys(use.user.name for use in asking))
+        return _Zeros(f"a bit an element for {readers}", seconds, packed.meta["val"].nbytes)
+
+    def _restore(
+        self,
+        value: ForwardValue,
+        codes: list[Codes],
+        read: list[Codes],
+        others: list[LateUse],
+        asking: list[LateUse],
+    ) -> int:
         """Let ``others`` read the value as codes have it: those that are kept anyway, that there are, or new ones."""
         base = value.base
         is_whole = self._program.spec(base).nbytes == value.nbytes
@@ -206,7 +259,8 @@ class _Keeper:
             if objection is not None:
                 return self._keep_value(value, read, objection)
         rows = rows_of(self._program, fitting[0]) if fitting else make_rows(self._program, base)
-        seconds = 0.0 if rows.made is None else node_seconds(rows.made, self._rates)
+        zeros = self._read_zeros(value, asking)
+        seconds = zeros.seconds + (0.0 if rows.made is None else node_seconds(rows.made, self._rates))
         for use in others:
             again, call = value_again(self._program, rows, base, use.user)
             seconds += node_seconds(call, self._rates)
@@ -214,8 +268,9 @@ class _Keeper:
         beside = [each for each in read if not fitting or each is not fitting[0]]
         how = "codes of a product" if fitting else f"E4M3 codes with a scale for each {rows.grid[1]} elements"
         readers = ", ".join(dict.fromkeys(use.user.name for use in others))
-        reason = f"kept as FP8: {how}; read back for {readers}"
-        self._add(value, Action.QUANTIZE, reason, seconds=seconds, kept_bytes=rows.nbytes + _nbytes(beside))
+        reason = f"kept as FP8: {how}; read back for {readers}" + (f"; {zeros.text}" if asking else "")
+        kept_bytes = rows.nbytes + _nbytes(beside) + zeros.nbytes
+        self._add(value, Action.QUANTIZE, reason, seconds=seconds, kept_bytes=kept_bytes)
         return 1
 
     def _objection_to_new(self, value: ForwardValue, read: list[Codes], *, is_whole: bool) -> str | None:
@@ -223,7 +278,7 @@ class _Keeper:
         if read:
             return "the codes that products read show only a part of it"
         if self._saved != "all":
-            return "no product reads it in FP8"
+            return _NO_PRODUCT
         if not is_whole:
             return "its elements do not fill the memory that holds them"
         return objection_to_rows(self._program, value.base)

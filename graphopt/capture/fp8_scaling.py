@@ -1,7 +1,8 @@
 """What a joint Program is given once its passes have run, if it quantizes to FP8: histories and evidence.
 
 Evidence: a number of each quantized tensor (its largest value, or a scale) and of each gradient that nobody else looks
-at, and one number that is NaN if any is Inf or NaN; the step is then skipped. Histories, of delayed scaling: scales come from a state, and what is seen goes into it.
+at, and one number that is NaN if any is Inf or NaN; the step is then skipped. Histories, of delayed scaling: scales
+come from a state, and what is seen goes into it.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import fx
@@ -40,8 +42,9 @@ _EXTREMES = (aten.amax.default, aten.amin.default)
 def watch_step(joint: Program, recipe: Recipe, *, gradients: bool = False) -> Program:
     """``joint``, for a step with its update: FP8_AMAX and FP8_EVIDENCE are outputs, histories (Delayed) are inputs.
 
-    ``gradients``: whether the gradients of parameters are looked at too, as clipping and loss scaling do anyway. Nothing
-    is where nothing is quantized. ``append_history`` lets what was seen go into the histories once it is known whether the step counts.
+    ``gradients``: whether the gradients of parameters are looked at too, as clipping and loss scaling do anyway. Where
+    nothing is quantized, nothing is looked at. ``append_history`` lets what was seen go into the histories once it is
+    known whether the step counts.
     """
     program = joint.copy()
     tensors = quantized_tensors(program)
@@ -187,10 +190,10 @@ def _finiteness(program: Program, gradients: Sequence[fx.Node]) -> fx.Node:
     return program.insert_before(both.next, aten._to_copy.default, both, dtype=torch.float32)
 
 
-def _extreme(program: Program, gradient: fx.Node, end: fx.Target) -> fx.Node:
+def _extreme(program: Program, gradient: fx.Node, end: Any) -> fx.Node:
     if program.spec(gradient).dtype.is_complex:
         return program.insert_before(_place_behind(gradient), aten.linalg_vector_norm.default, gradient, math.inf)
-    return program.insert_before(_place_behind(gradient), end, gradient)  # type: ignore[arg-type]
+    return program.insert_before(_place_behind(gradient), end, gradient)
 
 
 def _add_evidence(program: Program, parts: Sequence[fx.Node]) -> None:

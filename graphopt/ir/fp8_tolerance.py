@@ -1,7 +1,8 @@
 """Whether a value of the forward part may reach the backward part with the three or four digits that FP8 keeps.
 
 The error of a code is relative to the number itself. A backward operator that multiplies by the value passes that error
-on as it is; one that takes an exponential of it, subtracts it from something near it, or compares it, does not.
+on as it is; one that takes an exponential of it, subtracts it from something near it, or compares it, does not. One
+that jumps or divides by it does not either: what is small beside the number that made the scale has the code of zero.
 
 Attention's backward does both. What comes of its values and what comes of its output are equal where one position has
 all the weight, and only their difference reaches the queries: with either in FP8 that difference is noise
@@ -82,18 +83,23 @@ class Fp8Tolerance:
             return f"the product {user.name} reads it, which is not in FP8"
         if ops.is_conversion(user) and _is_float(user):
             return self._of_readers(user)
-        return self._of_pointwise(user)
+        return self._of_pointwise(use)
 
     def _of_readers(self, node: fx.Node) -> str | None:
         """The objection of the first call that objects to what ``node`` makes of the value."""
         readers = [user for user in node.users if user.op != "output"]
         return next(filter(None, (self._of_a_use(LateUse(user, node)) for user in readers)), None)
 
-    def _of_pointwise(self, user: fx.Node) -> str | None:
+    def _of_pointwise(self, use: LateUse) -> str | None:
+        user = use.user
         if not ops.is_pointwise(user):
             return f"{user.name} reads it, which is not known to bear it"
         if not _is_float(user):
             return f"{user.name} compares it"
+        if ops.jumps(user):
+            return f"{user.name} jumps between numbers beside each other"
+        if ops.divides_by(user, use.value):
+            return f"{user.name} divides by it, and small numbers may be read back as zero"
         if ops.subtracts_from_one(user):
             return f"{user.name} subtracts it from one"
         if role(user) is Role.ADDS:

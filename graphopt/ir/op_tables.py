@@ -156,7 +156,35 @@ SOFTMAX = frozenset(
 )
 
 # Pointwise backward operators that compute with ``1 - result``, whose digits are gone near 1.
-NEAR_ONE = frozenset({aten.tanh_backward.default, aten.sigmoid_backward.default})
+NEAR_ONE = frozenset({aten.tanh_backward.default, aten.sigmoid_backward.default, aten.logit_backward.default})
+
+# Pointwise operators that jump where an operand passes some number: next to it, no error of the operand is small.
+JUMPS = frozenset(
+    {
+        aten.threshold_backward.default,
+        aten.sign.default,
+        aten.sgn.default,
+        aten.heaviside.default,
+        aten.copysign.Tensor,
+        aten.angle.default,
+        aten.atan2.default,
+        aten.floor.default,
+        aten.ceil.default,
+        aten.round.default,
+        aten.round.decimals,
+        aten.trunc.default,
+        aten.frac.default,
+        aten.fmod.Scalar,
+        aten.fmod.Tensor,
+        aten.remainder.Scalar,
+        aten.remainder.Scalar_Tensor,
+        aten.remainder.Tensor,
+        aten.div.Scalar_mode,
+        aten.div.Tensor_mode,
+        aten.threshold.default,
+        aten.hardshrink.default,
+    }
+)
 
 # The first result has the shape of the first argument; the others are statistics, one number for each row.
 ROW_NORMALISATIONS = frozenset({aten.native_layer_norm.default, aten._fused_rms_norm.default})

@@ -227,6 +227,16 @@ def subtracts_from_one(node: fx.Node) -> bool:
     return overload(node) in tables.NEAR_ONE
 
 
+def jumps(node: fx.Node) -> bool:
+    """Whether ``node`` is pointwise and its result jumps where an operand passes some number."""
+    return overload(node) in tables.JUMPS
+
+
+def divides_by(node: fx.Node, value: fx.Node) -> bool:
+    """Whether ``node`` is a quotient of tensors and ``value`` the divisor."""
+    return overload(node) in (aten.div.Tensor, aten.true_divide.Tensor) and node.args[1] is value
+
+
 def argument_names(node: fx.Node, value: fx.Node) -> tuple[str, ...]:
     """Under which names of its schema ``node`` reads ``value`` as a whole argument."""
     op = overload(node)

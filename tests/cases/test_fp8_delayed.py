@@ -119,6 +119,14 @@ def test_the_reason_names_the_tensors_in_the_order_of_the_step():
     assert all(same({"": value}, {"": remembered(step)[name]}) for name, value in before.items())
 
 
+def test_gradients_wait_for_each_other_and_the_report_says_why():
+    (record,) = [record for record in fresh_step(DELAYED).program.history if record.name == "release-gradients"]
+    assert record.refusals
+    assert all(
+        "the step is skipped if a quantized tensor or a gradient" in refusal.reason for refusal in record.refusals
+    )
+
+
 class FrozenBody(nn.Module):
     """The body is in FP8 and is not trained, the head is trained and not in FP8."""
 

@@ -9,7 +9,6 @@ from graphopt.kernels.fp8_format import (
     FORMATS,
     GRIDS,
     SMALLEST_SCALE,
-    cast_bytes,
     check_grid,
     decode,
     encode,
@@ -19,7 +18,7 @@ from graphopt.kernels.fp8_format import (
     next_power_of_two,
     scale_of,
 )
-from tests.support.casts import reference
+from tests.support.casts import cast_bytes, reference
 
 UNIT = torch.ones(1, 1)
 

@@ -144,7 +144,7 @@ def test_a_gpu_without_fp8_is_refused_before_anything_is_compiled(monkeypatch):
 
 
 def test_the_path_is_told_in_words():
-    assert matmul_path(support_of(None)).startswith("emulation")
+    assert matmul_path(support_of(None)).startswith("emulated on the CPU")
     assert matmul_path(support_of((8, 0))).startswith("no FP8 here")
     assert "Triton" in matmul_path(support_of((9, 0)))
 

@@ -280,8 +280,10 @@ def test_explain_the_report_and_the_dump_say_it(tmp_path):
     assert "FP8: forward" in step.explain(name)
     text = " ".join(str(report).split())
     assert report.fp8.summary() in text and "excluded by name" in text
+    assert "FP8 products: emulated on the CPU" in text and report.as_dict()["fp8_products"] == report.fp8_products
     report.to_html(tmp_path / "report.html")
-    assert (tmp_path / "report.html").read_text().count('class="fp8"') == len(report.fp8.rows)
+    page = (tmp_path / "report.html").read_text()
+    assert page.count('class="fp8"') == len(report.fp8.rows) and "FP8 products: emulated on the CPU" in page
     (dumped,) = tmp_path.rglob("fp8.txt")
     assert dumped.read_text() == report.fp8.text()
     (record,) = [record for record in report.records if record.name == "tag-fp8"]

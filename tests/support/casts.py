@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from graphopt.kernels.fp8_format import Grid, encode, format_named, group_amax, scale_of
+from graphopt.kernels.fp8_format import Grid, encode, format_named, grid_shape, group_amax, scale_of
 
 Result = tuple[Tensor, Tensor]
 
@@ -55,3 +56,14 @@ def _different(found: Tensor, expected: Tensor) -> int:
     if found.element_size() > 1:
         different &= ~(found.isnan() & expected.isnan())
     return int(different.sum())
+
+
+def cast_bytes(shape: torch.Size | tuple[int, int], element_bytes: int, grids: Sequence[Grid]) -> int:
+    """The bytes that a cast of x [M,K] cannot but move, for ``grids`` of codes, one or two, in x's orientation.
+
+    x is read once, or twice where all rows share a scale: no code can be written before the last row was seen.
+    """
+    num_elements = shape[0] * shape[1]
+    readings = 2 if any(grid[0] == 0 for grid in grids) else 1
+    scales = sum(4 * math.prod(grid_shape(shape, grid)) for grid in grids)
+    return num_elements * (readings * element_bytes + len(grids)) + scales

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from graphopt.kernels import fp8_compiled, fp8_dequantize_triton, fp8_launch_triton
 from graphopt.kernels.fp8_cast import FLOATS, quantize, quantize_both, quantize_delayed, quantize_delayed_both
-from graphopt.kernels.fp8_format import FORMATS, GRIDS, Cast, Grid, cast_bytes, decode, encode, format_named
-from tests.support.casts import laid_out, matrix, num_different, reference
+from graphopt.kernels.fp8_format import FORMATS, GRIDS, Cast, Grid, decode, encode, format_named
+from tests.support.casts import cast_bytes, laid_out, matrix, num_different, reference
 from tests.support.counted_bytes import counted_bytes
 
 # Of one tile or two, since an interpreted tile takes 10 milliseconds; and of four.
