@@ -29,6 +29,8 @@ from graphopt.execute.paging.rules import install_rules
 from graphopt.execute.shared_memory import overlapping_tensors
 from graphopt.execute.workspace import MeasuredWorkspace
 from graphopt.ir.embeddings import embedding_tables
+from graphopt.ir.fp8_table import Fp8Table
+from graphopt.ir.fp8_trained import NOTHING_TRAINED
 from graphopt.ir.hazards import protect_backward_reads, separate_updates
 from graphopt.ir.liveness import plan_memory
 from graphopt.ir.program import Program, Stage
@@ -87,6 +89,7 @@ class Builder:
         self.precision = precision_for(model, options.precision)
         self.workspace = MeasuredWorkspace()
         self.dump_folders: list[Path] = []
+        self._trained = NOTHING_TRAINED
         self._weight_programs: dict[str, Executable] = {}
 
     def pipeline(self, stage: Stage, reserved_bytes: int = 0, margin_bytes: int = 0) -> Pipeline:
@@ -143,13 +146,22 @@ class Builder:
         if dump is not None:
             dump.mark("joint", joint)
         joint = self.run_passes(joint, Stage.JOINT, dump)
+        self._trained = self._trained.with_decisions(joint.fp8.forward_decisions())
         if dump is not None and joint.fp8.rows:
             dump.attach("fp8.txt", joint.fp8.text())
-        recipe = self.options.precision.fp8
-        if recipe is not None:
-            joint = (watch_module if self.options.optimizer is None else watch_step)(joint, recipe)
+        joint = self._watched(joint)
         differentiable = () if self.options.optimizer else differentiable_outputs(captured.program, wrt=wrt)
         return BuiltGradient(captured, joint, self._weight(joint, captured.loss_name), dump, differentiable)
+
+    def _watched(self, joint: Program) -> Program:
+        """``joint`` with what FP8 remembers and looks at; as it is where no recipe was asked for."""
+        recipe = self.options.precision.fp8
+        if recipe is None:
+            return joint
+        if self.options.optimizer is None:
+            return watch_module(joint, recipe)
+        looks_anyway = self.options.clip_grad_norm is not None or self.options.loss_scale is not None
+        return watch_step(joint, recipe, gradients=not looks_anyway)
 
     def _weight(self, joint: Program, loss: str | None) -> LossWeight:
         accumulate = self.options.accumulate
@@ -224,6 +236,7 @@ class Builder:
         program.stage = Stage.JOINT  # a joint program without gradients: what decides about products is written for it
         passes = inference_passes(self.precision)
         if passes:
+            program.fp8 = Fp8Table(trained=self._trained)
             with without_autocast():
                 program = self.run_passes(program, Stage.JOINT, dump, Pipeline(passes))
         program.stage = Stage.STEP

@@ -205,7 +205,7 @@ def demo(
 
 def _fp8_precision(recipe: str | None, target: str | None) -> Precision:
     found = recipe_of(recipe or "tensorwise")
-    return Precision(compute="fp8", fp8=replace(found, target=target))
+    return Precision(compute="fp8", fp8=found if target is None else replace(found, target=target))
 
 
 def _pipeline(passes: str | None, plugin: Path | None) -> Pipeline | None:

@@ -1,12 +1,13 @@
 """Recipes of FP8 training: how operands of matrix products are scaled, in which formats, and which products take part.
 
 ``precision="fp8"`` is ``Precision(compute="fp8", fp8=Tensorwise())``; a recipe may be given in its place. A recipe
-prints as text, ``rowwise;gradients=e5m2;exclude=lm_head|*.gate``, and ``recipe_of`` reads that back.
+prints as text, ``rowwise;gradients=e5m2;exclude=lm_head|*.gate``, and ``recipe_of`` reads that back; all
+but ``choose``, a function, of which a text has the name alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal, get_args
 
@@ -20,6 +21,9 @@ Decides = Literal["auto", "host", "device"]
 
 _SEPARATORS = ";,|{}"
 """What stands between the parts of a recipe, a pass and a pipeline that are written as text."""
+
+_LARGEST_MARGIN = 8
+"""Of delayed scaling: about half the powers of two that E4M3 holds as normal numbers (2**-6 to 448)."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +56,8 @@ class Recipe:
     predicate of ProductFacts that decides in the place of costs and places where neither does. ``skip_first`` and
     ``skip_last``: how many of the repeated layers at either end never take part. ``target``: the class of device whose
     costs count, such as "H100" (None: the device that runs; on a CPU costs are not counted). ``decides``: where it is
-    decided whether a step is skipped because of Inf or NaN, unless a ``LossScale`` says so.
+    decided whether a step is skipped because of Inf or NaN, unless a ``LossScale`` says so. It is
+    if a tensor that is quantized or the gradient of a parameter holds one; a step that quantizes nothing does not look.
 
     UnsupportedError for a value that a field does not have.
     """
@@ -137,7 +142,8 @@ class Blockwise(Recipe):
 class Delayed(Recipe):
     """One scale for each tensor, from its largest values in the last ``history`` micro-steps. Gradients are E5M2.
 
-    ``margin``: the scale leaves room for values ``2**margin`` times as large. ``algo``: "max" of the history, or
+    ``margin``: the scale leaves room for values ``2**margin`` times as large. At most 8: E4M3 holds about 15 powers of
+    two as normal numbers, and the other half is for the values themselves. ``algo``: "max" of the history, or
     "most_recent".
     """
 
@@ -154,6 +160,11 @@ class Delayed(Recipe):
             value = getattr(self, field)
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise UnsupportedError(f"{field} expects a whole number from {least} on, came {value!r}")
+        if self.margin > _LARGEST_MARGIN:
+            raise UnsupportedError(
+                f"margin expects at most {_LARGEST_MARGIN}, came {self.margin}: E4M3 holds about 15 powers of two as "
+                "normal numbers, and more than half of them would stay unused"
+            )
         _check_choice("algo", self.algo, get_args(History))
 
 
@@ -200,13 +211,16 @@ def _checked_patterns(field: str, patterns: Any) -> tuple[str, ...]:
         raise UnsupportedError(
             f"{field} expects a tuple of module patterns, came the string {patterns!r}: write {field}=({patterns!r},)"
         )
+    if not isinstance(patterns, Iterable):
+        raise UnsupportedError(f"{field} expects a tuple of module patterns, () for none, came {patterns!r}")
+    patterns = tuple(patterns)
     for pattern in patterns:
         if not isinstance(pattern, str) or not pattern or set(pattern) & set(_SEPARATORS):
             raise UnsupportedError(
                 f"{field} expects module patterns such as 'lm_head' or '*.wo' without any of {_SEPARATORS}, "
                 f"came {pattern!r}"
             )
-    return tuple(patterns)
+    return patterns
 
 
 def _check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
@@ -87,18 +89,18 @@ def precision_of(value: Any) -> Precision:
 
 
 def precision_for(model: torch.nn.Module, precision: Precision) -> Precision:
-    """``precision`` with the modules that ``model`` itself asks to keep; UnsupportedError for a pattern of no module.
+    """``precision`` with the modules that ``model`` itself asks to keep; UnsupportedError for a pattern of no module,
+    and for layers at the ends to be skipped where no layers are numbered.
 
     transformers models name them: ``_keep_in_fp32_modules`` for float16, ``_keep_in_fp32_modules_strict`` for both.
     """
-    paths = [path for path, _ in model.named_modules() if path]
-    unknown = [item for item in precision.keep_fp32 if not any(fnmatchcase(path, item) for path in paths)]
-    if unknown:
-        close = [path for item in unknown for path in get_close_matches(item, paths, n=3)] or paths[:5]
-        raise UnsupportedError(
-            f"keep_fp32 expects patterns of module paths, came {', '.join(map(repr, unknown))}, which no module "
-            f"matches; there are {', '.join(dict.fromkeys(close)) or 'none'}"
-        )
+    paths = [path for path, _ in model.named_modules(remove_duplicate=False)]
+    _check_patterns("keep_fp32", precision.keep_fp32, paths)
+    if precision.fp8 is not None:
+        # Against the model, not what one program runs of it: evaluation, or another batch, may leave a module out.
+        _check_patterns("exclude", precision.fp8.exclude, paths)
+        _check_patterns("include", precision.fp8.include, paths)
+        _check_ends(precision.fp8, paths)
     if not precision.lowers:
         return precision
     asked = [*_strings(model, "_keep_in_fp32_modules_strict")]
@@ -107,6 +109,39 @@ def precision_for(model: torch.nn.Module, precision: Precision) -> Precision:
     # A name is a part of the path anywhere, as in transformers.
     own = tuple(dict.fromkeys(pattern for name in asked for pattern in (name, f"*.{name}")))
     return replace(precision, keep_fp32=(*precision.keep_fp32, *own))
+
+
+def _check_patterns(option: str, patterns: Sequence[str], paths: Sequence[str]) -> None:
+    """Raise UnsupportedError for a pattern that matches none of ``paths``; the root's is empty and matches "*"."""
+    unknown = [pattern for pattern in patterns if not any(fnmatchcase(path, pattern) for path in paths)]
+    if not unknown:
+        return
+    named = [path for path in paths if path]
+    last = {path.rpartition(".")[2]: path for path in named}
+    close = [
+        name
+        for pattern in unknown
+        for name in (
+            *((f"*.{pattern}",) if pattern in last else ()),
+            *get_close_matches(pattern, named, n=3),
+            *(f"*.{match}" for match in get_close_matches(pattern, list(last), n=2, cutoff=0.8) if match != pattern),
+        )
+    ]
+    raise UnsupportedError(
+        f"{option} expects patterns of module paths, came {', '.join(map(repr, unknown))}, which no module matches; "
+        f"there are {', '.join(dict.fromkeys(close or named[:5])) or 'none'}"
+    )
+
+
+def _check_ends(recipe: Recipe, paths: Sequence[str]) -> None:
+    """Raise UnsupportedError where layers are to be skipped and no module holds several numbered ones."""
+    first, last = recipe.skip_first, recipe.skip_last
+    stacks = Counter(path.rpartition(".")[0] for path in paths if path.rpartition(".")[2].isdigit())
+    if (first or last) and max(stacks.values(), default=0) < 2:
+        raise UnsupportedError(
+            f"skip_first={first}, skip_last={last} expect layers with numbers in their module paths, such as "
+            "'layers.0', and this model has none: name what to leave out with exclude="
+        )
 
 
 def _strings(model: torch.nn.Module, attribute: str) -> list[str]:

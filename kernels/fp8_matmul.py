@@ -39,7 +39,7 @@ def matmul_path(support: Fp8Support) -> str:
     if not support.has_fp8:
         return support.reason
     if support.is_emulated:
-        return "emulation: codes widened to float32, float32 products, the numbers of FP8 without its speed"
+        return "emulated on the CPU: codes widened to float32, float32 products, the numbers of FP8 without its speed"
     return f"Triton or torch._scaled_mm on {support.name}, whichever was faster for each class of shapes"
 
 

@@ -8,6 +8,10 @@ lie: the grid of ``b`` counts rows along the contraction. With ``s`` the scales 
 A block is 128 of the contraction where an operand has block scales, else all of it. Codes are multiplied exactly; sums,
 scales and bias are float32; there is one rounding to the dtype of the result. A scale of NaN makes NaN of all that it
 serves, even where the codes are 0.
+
+Scales are multiplied with each other first: a large operand times a small one has a scale like that of its result,
+where a sum times the large scale alone could leave float32. The product of two scales overflows only where a result of
+codes that sum up to 1 would overflow too.
 """
 
 from __future__ import annotations

@@ -21,9 +21,10 @@ a failure during the rest of the step leaves the step broken until a state is lo
 An update moves no further than behind the last reader of the parameter and the state it overwrites: before it, the new
 values could not be written in place and would be a second copy.
 
-Refuses: updates that need a value computed from several gradients, such as the factor of clipping by the global norm;
-gradients that are outputs; updates that draw random numbers or write in place already. Of gradients that must wait,
-each one's own norm is computed right behind it.
+Refuses: updates that need a value computed from several gradients, such as the factor of clipping by the global norm,
+or the number by which a step in FP8 that is not finite is skipped; gradients that are outputs; updates that draw random
+numbers or write in place already. Of gradients that must wait, each one's own norm or extremes are computed right
+behind it.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from torch import fx
 
 from graphopt.ir import ops
 from graphopt.ir.decisions import Action, Decision
+from graphopt.ir.fp8_watch import FP8_EVIDENCE
 from graphopt.ir.liveness import backward_nodes
 from graphopt.ir.ordering import body, reorder
 from graphopt.ir.program import Program, Stage, nodes_in
@@ -60,7 +62,8 @@ class ReleaseGradients(Pass):
         storages = storage_map(program)
         leaving = _leaving(program, storages)
         joint = next((node for group in groups for node in group.joint_values), None)
-        objections = {group.parameter: _objection(group, joint, leaving, storages) for group in groups}
+        waits = None if joint is None else _why_it_waits(program, joint)
+        objections = {group.parameter: _objection(group, waits, leaving, storages) for group in groups}
         released = [group for group in groups if objections[group.parameter] is None]
         kept = [group for group in groups if objections[group.parameter] is not None]
         before = body(program)
@@ -102,13 +105,25 @@ def _leaving(program: Program, storages: StorageMap) -> set[int]:
     return {number for node in nodes_in(returned) for number in storages.held[node]}
 
 
-def _objection(group: UpdateGroup, joint: fx.Node | None, leaving: set[int], storages: StorageMap) -> str | None:
-    """Why the gradient of ``group`` must live on, or None; ``joint``: a value computed from several gradients.
+def _why_it_waits(program: Program, joint: fx.Node) -> str:
+    """Why no update may come before ``joint``, a value computed from several gradients."""
+    values = zip(program.output_values(), program.signature.outputs, strict=True)
+    evidence = {value for value, output in values if output.name == FP8_EVIDENCE and isinstance(value, fx.Node)}
+    if evidence.isdisjoint(_ancestors(program, {joint})):
+        return f"the update needs {joint.name}, which is computed from several gradients"
+    return (
+        f"FP8: the step is skipped if a quantized tensor or a gradient holds Inf or NaN, so the update waits for "
+        f"{joint.name}, which is computed from several gradients and NaN then"
+    )
+
+
+def _objection(group: UpdateGroup, waits: str | None, leaving: set[int], storages: StorageMap) -> str | None:
+    """Why the gradient of ``group`` must live on, or None; ``waits``: why all updates wait for each other, if they do.
 
     A step whose joint value is not finite is skipped as a whole, so no update may come before it.
     """
-    if joint is not None:
-        return f"the update needs {joint.name}, which is computed from several gradients"
+    if waits is not None:
+        return waits
     if any(ops.is_random(node) for node in group.ops):
         return "its update draws random numbers, whose order may not change"
     if any(ops.has_effect(node) for node in group.ops):

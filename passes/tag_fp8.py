@@ -15,7 +15,8 @@ minimum cut (``graphopt/planner/fp8_choice.py``). On a CPU FP8 is emulation, and
 Saves nothing by itself; see ``insert-quantize``. Costs nothing in the step.
 
 Refuses, each with the reason that its row has, every product that stays in two bytes: those of two activations
-(attention) always; those that are excluded, of the wrong sizes, or faster as they are.
+(attention) always; those that are excluded, of the wrong sizes, or faster as they are. Refuses an option that names
+nothing in the program, too: a forward that is evaluated may lack a module that training runs.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from graphopt.fp8 import Recipe, recipe_of
 from graphopt.ir.program import Program, Stage
 from graphopt.pipeline.pass_base import Changes, Numerics, Pass, Refusal
 from graphopt.planner.fp8_decide import decide_products
+from graphopt.planner.fp8_rules import idle_options
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,8 @@ class TagFp8(Pass):
         """Fill the table; a program that has one is left as it is."""
         if program.fp8.rows:
             return Changes(0)
-        program.fp8 = decide_products(program, recipe_of(self.recipe), micro_steps=self.micro_steps)
-        declined = (row for row in program.fp8.rows if not row.is_fp8)
-        return Changes(0, tuple(Refusal(row.value, row.reason) for row in declined))
+        recipe = recipe_of(self.recipe)
+        program.fp8 = decide_products(program, recipe, micro_steps=self.micro_steps)
+        declined = [Refusal(row.value, row.reason) for row in program.fp8.rows if not row.is_fp8]
+        idle = idle_options(recipe, [row.module for row in program.fp8.rows])
+        return Changes(0, (*declined, *(Refusal(option, reason) for option, reason in idle.items())))

@@ -118,6 +118,9 @@ def test_dump_explains_what_runs_in_fp8(folder: Path):
     assert "FP8, recipe tensorwise, on cpu (emulation: costs are not counted): 0 of 5 products" in text
     assert "padding does not pay: output features 8 to 16" in text and "memory at the peak" not in text
     assert "below break-even on H100" in command(*arguments, "--fp8", "rowwise", "--target", "h100")
+    # The recipe's own target counts unless --target is given.
+    own = ("--fp8", "rowwise;target=H100")
+    assert "on H100" in command(*arguments, *own) and "on A100" in command(*arguments, *own, "--target", "A100")
 
 
 def test_diff_names_what_differs(folder: Path):

@@ -1,13 +1,16 @@
 """What a joint Program is given once its passes have run, if it quantizes to FP8: histories and evidence.
 
-Evidence: a number of each quantized tensor (its largest value, or a scale), and one number that is NaN if any is Inf or
-NaN; the step is then skipped. Histories, of delayed scaling: scales come from a state, and what is seen goes into it.
+Evidence: a number of each quantized tensor (its largest value, or a scale) and of each gradient that nobody else looks
+at, and one number that is NaN if any is Inf or NaN; the step is then skipped. Histories, of delayed scaling: scales
+come from a state, and what is seen goes into it.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import fx
@@ -33,11 +36,15 @@ from graphopt.optim.base import Emit
 
 aten = torch.ops.aten
 
+_EXTREMES = (aten.amax.default, aten.amin.default)
 
-def watch_step(joint: Program, recipe: Recipe) -> Program:
+
+def watch_step(joint: Program, recipe: Recipe, *, gradients: bool = False) -> Program:
     """``joint``, for a step with its update: FP8_AMAX and FP8_EVIDENCE are outputs, histories (Delayed) are inputs.
 
-    ``append_history`` lets what was seen go into the histories once it is known whether the step counts.
+    ``gradients``: whether the gradients of parameters are looked at too, as clipping and loss scaling do anyway. Where
+    nothing is quantized, nothing is looked at. ``append_history`` lets what was seen go into the histories once it is
+    known whether the step counts.
     """
     program = joint.copy()
     tensors = quantized_tensors(program)
@@ -58,9 +65,13 @@ def watch_step(joint: Program, recipe: Recipe) -> Program:
     for tensor in tensors:
         if tensor.name not in seen:
             seen[tensor.name] = _digest(program, tensor)
-    _add_evidence(program, [[seen[tensor.name] for tensor in members] for members in (weights, values)])
+    parts = [_stacked(program, [seen[tensor.name] for tensor in part]) for part in (weights, values) if part]
+    looked_at = _gradients(program) if gradients else {}
+    if looked_at:
+        parts.append(_finiteness(program, list(looked_at.values())))
+    _add_evidence(program, parts)
     names = tuple(tensor.name for tensor in (*weights, *values))
-    watch = Fp8Watch(names, delayed=delayed[HISTORY], delayed_weights=delayed[WEIGHT_HISTORY])
+    watch = Fp8Watch(names, tuple(looked_at), delayed=delayed[HISTORY], delayed_weights=delayed[WEIGHT_HISTORY])
     program.fp8 = replace(program.fp8, watch=watch)
     return program
 
@@ -158,9 +169,35 @@ def _digest(program: Program, tensor: QuantizedTensor) -> fx.Node:
     return program.insert_before(scale.next, aten.amax.default, scale, origin_of=node)
 
 
-def _add_evidence(program: Program, groups: Sequence[Sequence[fx.Node]]) -> None:
-    """Outputs FP8_AMAX and FP8_EVIDENCE; each group is joined by itself, so that it can be computed apart."""
-    parts = [_stacked(program, group) for group in groups if group]
+def _gradients(program: Program) -> dict[str, fx.Node]:
+    """The gradients that have elements, by parameter."""
+    outputs = zip(program.output_values(), program.signature.outputs, strict=True)
+    return {
+        output.name: value
+        for value, output in outputs
+        if output.kind is OutputKind.GRAD and isinstance(value, fx.Node) and program.spec(value).numel
+    }
+
+
+def _finiteness(program: Program, gradients: Sequence[fx.Node]) -> fx.Node:
+    """f32[T]: for each gradient 0, or NaN if it holds Inf or NaN."""
+    ends = [_stacked(program, [_extreme(program, gradient, end) for gradient in gradients]) for end in _EXTREMES]
+    # Each end less itself, in its own dtype: no finite gradient, however large, becomes one that is not.
+    nothing = [_behind(program, [end], aten.sub.Tensor, end, end) for end in ends]
+    both = _behind(program, nothing, aten.add.Tensor, *nothing)
+    if program.spec(both).dtype == torch.float32:
+        return both
+    return program.insert_before(both.next, aten._to_copy.default, both, dtype=torch.float32)
+
+
+def _extreme(program: Program, gradient: fx.Node, end: Any) -> fx.Node:
+    if program.spec(gradient).dtype.is_complex:
+        return program.insert_before(_place_behind(gradient), aten.linalg_vector_norm.default, gradient, math.inf)
+    return program.insert_before(_place_behind(gradient), end, gradient)
+
+
+def _add_evidence(program: Program, parts: Sequence[fx.Node]) -> None:
+    """Outputs FP8_AMAX and FP8_EVIDENCE; each part is joined by itself, so that it can be computed apart."""
     amax = parts[0] if len(parts) == 1 else _behind(program, parts, aten.cat.default, list(parts))
     nothing = _behind(program, [amax], aten.sub.Tensor, amax, amax)
     evidence = _behind(program, [nothing], aten.sum.default, nothing)
@@ -176,7 +213,15 @@ def _behind(program: Program, sources: Sequence[fx.Node], target: object, *args:
     """A call as soon as all of ``sources`` are there."""
     order: Mapping[fx.Node, int] = {node: i for i, node in enumerate(program.graph.nodes)}
     last = max(sources, key=order.__getitem__)
-    return program.insert_before(last.next, target, *args)  # type: ignore[arg-type]
+    return program.insert_before(_place_behind(last), target, *args)  # type: ignore[arg-type]
+
+
+def _place_behind(node: fx.Node) -> fx.Node:
+    """What to insert before: ``node`` may be an input (a gradient may be), behind which inputs follow."""
+    place = node.next
+    while place.op == "placeholder":
+        place = place.next
+    return place
 
 
 def _rows(program: Program, emit: Emit, names: Sequence[str]) -> fx.Node:

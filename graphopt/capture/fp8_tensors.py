@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -10,7 +10,7 @@ from torch import fx
 
 from graphopt.ir import ops
 from graphopt.ir.fp8_codes import CODE_DTYPES, is_quantize
-from graphopt.ir.liveness import backward_nodes
+from graphopt.ir.liveness import backward_nodes, reached_from
 from graphopt.ir.program import Program
 from graphopt.ir.spec import InputKind, OutputKind
 from graphopt.operators.fp8 import MATMUL, QUANTIZE, QUANTIZE_BOTH, QUANTIZE_TRANSPOSED
@@ -85,7 +85,7 @@ class _Namer:
         inputs = tuple(zip(program.placeholders(), program.signature.inputs, strict=True))
         self.program = program
         self.gradients = backward_nodes(program)
-        self.varying = _reached(program, (node for node, entry in inputs if entry.kind in _VARYING))
+        self.varying = reached_from(program, (node for node, entry in inputs if entry.kind in _VARYING))
         self.parameters = {node: entry.name for node, entry in inputs if entry.kind is InputKind.PARAM}
         self.trained = {
             value: output.name
@@ -146,12 +146,3 @@ class _Namer:
                 elif _hands_codes_on(user):
                     waiting.append(user)
         return sorted(dict.fromkeys(found), key=self.order.__getitem__)
-
-
-def _reached(program: Program, sources: Iterable[fx.Node]) -> Set[fx.Node]:
-    """``sources`` and what is computed from them (for membership tests; never iterate)."""
-    found = set(sources)
-    for node in program.ops():
-        if not found.isdisjoint(node.all_input_nodes):
-            found.add(node)
-    return found

@@ -6,7 +6,7 @@ Tensors are known by name. A program gets the rows of its tensors as one table; 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -92,6 +92,8 @@ def checked_rows(saved: object) -> dict[str, torch.Tensor]:
     names, values = saved["names"], saved["values"]
     if not isinstance(values, torch.Tensor) or values.dtype != torch.float32 or values.dim() != 2:
         raise StateError("the values of an FP8 history are a float32 table of one row for each tensor; this is none")
+    if not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
+        raise StateError(f"the names of an FP8 history are a list of strings, came {names!r}")
     if len(names) != values.shape[0] or len(set(names)) != len(names):
         raise StateError(f"the FP8 history has {values.shape[0]} rows for the names {list(names)}")
     if not bool((torch.isfinite(values) & (values >= 0)).all()):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,22 +26,35 @@ _NAMES_SHOWN = 3
 
 @dataclass(frozen=True)
 class Seen:
-    """What one program saw of the tensors ``names``: ``amax`` f32[T], Inf or NaN where a tensor holds one."""
+    """What one program saw of the tensors ``names``, and then of the gradients of ``parameters``: ``amax`` f32[T], Inf
+    or NaN where one holds Inf or NaN."""
 
     names: tuple[str, ...]
     amax: torch.Tensor
+    parameters: tuple[str, ...] = ()
 
 
 def not_finite(seen: Iterable[Seen]) -> str:
-    """Why a step is skipped: the first tensors that were not finite, in the order in which they were quantized."""
+    """Why a step is skipped: the first tensors that were not finite, in the order in which they were quantized.
+
+    Gradients of parameters only where no quantized tensor tells it: they follow from those that do.
+    """
     names: dict[str, None] = {}
+    parameters: dict[str, None] = {}
     for one in seen:
         bad = (~torch.isfinite(one.amax)).tolist()
-        names.update(dict.fromkeys(name for name, is_bad in zip(one.names, bad, strict=True) if is_bad))
-    shown = [described(name) for name in list(names)[:_NAMES_SHOWN]]
-    more = [f"{len(names) - len(shown)} more"] if len(names) > len(shown) else []
-    which = f": {', '.join(shown + more)}" if shown else ""
-    return f"values quantized to FP8 are not finite{which}"
+        split = len(one.names)
+        names.update(dict.fromkeys(name for name, is_bad in zip(one.names, bad[:split], strict=True) if is_bad))
+        found = zip(one.parameters, bad[split:], strict=True)
+        parameters.update(dict.fromkeys(name for name, is_bad in found if is_bad))
+    if parameters and not names:
+        return f"gradients are not finite{_listed([f'of {name}' for name in parameters])}"
+    return f"values quantized to FP8 are not finite{_listed([described(name) for name in names])}"
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = [f"{len(names) - _NAMES_SHOWN} more"] if len(names) > _NAMES_SHOWN else []
+    return f": {', '.join([*names[:_NAMES_SHOWN], *more])}" if names else ""
 
 
 class Fp8State:
@@ -136,3 +149,19 @@ def check_fp8_state(saved: Mapping[str, Any]) -> None:
     if not isinstance(window, Mapping) or set(window) != {"evidence", "weights"}:
         raise StateError("expected evidence and weights of an open window of FP8 training")
     checked_rows(window["weights"])
+    _check_evidence(window["evidence"])
+    skipped = found["skipped_in_a_row"]
+    if isinstance(skipped, bool) or not isinstance(skipped, int) or skipped < 0:
+        raise StateError(f"skipped_in_a_row of FP8 training is a number of updates from 0 on, came {skipped!r}")
+
+
+def _check_evidence(evidence: object) -> None:
+    """Raise StateError for what is no evidence of a window: None, or one float32, which NaN is too."""
+    if evidence is None:
+        return
+    came = repr(evidence)
+    if isinstance(evidence, torch.Tensor):
+        if evidence.dtype == torch.float32 and evidence.dim() == 0:
+            return
+        came = f"{evidence.dtype} {list(evidence.shape)}"
+    raise StateError(f"the evidence of a window of FP8 training is None or one float32 without dimensions, came {came}")

@@ -63,6 +63,7 @@ class ModuleScales:
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Restore what ``state_dict`` gave; StateError if it is damaged."""
-        if set(saved) != {"history"}:
-            raise StateError(f"expected the history of delayed scaling, came {sorted(map(str, saved))}")
+        if not isinstance(saved, Mapping) or set(saved) != {"history"}:
+            came = sorted(map(str, saved)) if isinstance(saved, Mapping) else repr(saved)
+            raise StateError(f"expected the history of delayed scaling, came {came}")
         self.history.load(checked_rows(saved["history"]))

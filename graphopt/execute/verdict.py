@@ -36,8 +36,8 @@ EMPTY_WINDOW = Verdict(None, "the window holds no item to train on", is_empty=Tr
 class Evidence:
     """What a verdict is found from, as tensors: reading them waits for their device.
 
-    ``overflow``: 0, or NaN if a scaled gradient is not finite; ``fp8``: 0, or NaN if a quantized tensor is not, and
-    ``seen`` says which.
+    ``overflow``: 0, or NaN if a scaled gradient is not finite; ``fp8``: 0, or NaN if a quantized tensor or a
+    gradient beside it is not, and ``seen`` says which.
     """
 
     norm: Any = None
@@ -77,6 +77,6 @@ def evidence(program: Program, outputs: Sequence[Any], *, weight: Any = None, se
 
 
 def seen_by(program: Program, outputs: Sequence[Any]) -> tuple[Seen, ...]:
-    """What ``program`` saw when it quantized; empty if it does not."""
-    users = program.signature.outputs_of(OutputKind.USER)
-    return tuple(Seen(program.fp8.watch.reported, outputs[i]) for i, output in users if output.name == FP8_AMAX)
+    """What ``program`` saw when it quantized, and of gradients; empty if it does not quantize."""
+    users, watch = program.signature.outputs_of(OutputKind.USER), program.fp8.watch
+    return tuple(Seen(watch.reported, outputs[i], watch.gradients) for i, output in users if output.name == FP8_AMAX)

@@ -4,11 +4,10 @@ two bytes, whatever they cost: their errors are not averaged away by what follow
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 
 from torch import fx
 
-from graphopt.errors import UnsupportedError
 from graphopt.ir import ops
 from graphopt.ir.liveness import backward_nodes
 from graphopt.ir.logits import logit_source
@@ -115,19 +114,12 @@ class Places:
 def edge_layers(modules: Iterable[str], *, first: int, last: int) -> dict[str, str]:
     """The first and last of the repeated layers that ``modules`` lie in, by path, with the reason to skip them.
 
-    Layers are told by numbers in paths; each stack of them (an encoder's, a decoder's) has its own ends. Raises
-    UnsupportedError where layers are to be skipped and there are none.
+    Layers are told by numbers in paths; each stack of them (an encoder's, a decoder's) has its own ends.
     """
     if not first and not last:
         return {}
-    stacks = _stacks(modules)
-    if not stacks:
-        raise UnsupportedError(
-            f"skip_first={first}, skip_last={last} expect layers with numbers in their module paths, such as "
-            "'layers.0', and this model has none with products: name what to leave out with exclude="
-        )
     found: dict[str, str] = {}
-    for layers in stacks.values():
+    for layers in _stacks(modules).values():
         found |= {path: f"among the first {first} of {len(layers)} layers (skip_first)" for path in layers[:first]}
         tail = layers[len(layers) - last :] if last else []
         found |= {path: f"among the last {last} of {len(layers)} layers (skip_last)" for path in tail}
@@ -151,12 +143,3 @@ def _stacks(modules: Iterable[str]) -> dict[str, list[str]]:
         if repeated:
             return repeated
     return {}
-
-
-def matching_modules(modules: Sequence[str]) -> tuple[str, ...]:
-    """``modules`` and all modules that they lie in, each once: what a pattern may name."""
-    found: dict[str, None] = {}
-    for module in modules:
-        parts = module.split(".") if module else []
-        found |= dict.fromkeys(".".join(parts[: length + 1]) for length in range(len(parts)))
-    return tuple(found)

@@ -2,12 +2,13 @@
 
 A layer ``y = x W`` makes three: forward ``x[T,K] @ W[K,N]``, input gradient ``dy[T,N] @ W^T``, weight gradient
 ``x^T @ dy``. Each is told by its operands: weights depend on parameters and constants alone, gradients on a tangent,
-activations on the rest. A gradient that no forward product with a weight belongs to is of two activations.
+activations on the rest. A gradient belongs to the forward product that reads the same weight, or the same activation;
+one that none belongs to is of a product of two activations, or of two weights.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Set
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
@@ -16,12 +17,14 @@ import torch
 from torch import fx
 
 from graphopt.ir import ops
-from graphopt.ir.liveness import backward_nodes
+from graphopt.ir.liveness import backward_nodes, reached_from
+from graphopt.ir.precision_ops import Role, role
 from graphopt.ir.program import Program
-from graphopt.ir.spec import InputKind
+from graphopt.ir.spec import InputKind, OutputKind
 
 aten = torch.ops.aten
 
+_KEEPS_GRADIENT = (Role.MOVES, Role.ADDS, Role.CONVERTS)
 _TRANSPOSITIONS = (aten.t.default, aten.transpose.int, aten.permute.default)
 
 
@@ -59,7 +62,8 @@ class Operand:
 @dataclass(frozen=True)
 class Product:
     """``node`` computes ``a[M,K] @ b[K,N] (+ bias[N])``. ``forward``: the forward product of its layer (which may be
-    ``node``); None for one of no layer. ``module``: the path that it comes from.
+    ``node``); None for one of no layer, unless it is a gradient of a product of two weights. ``module``: the path that
+    it comes from, which is that of ``forward`` where there is one.
     """
 
     node: fx.Node
@@ -94,8 +98,8 @@ def find_products(program: Program) -> tuple[Product, ...]:
     kinds = OperandKinds(program)
     found = (_product(program, node, kinds) for node in program.ops())
     products = tuple(product for product in found if product is not None)
-    forward = [product for product in products if product.role is ProductRole.FORWARD]
-    return tuple(_in_layer(product, forward) for product in products)
+    layers = _Layers(program, products)
+    return tuple(layers.placed(product) for product in products)
 
 
 class OperandKinds:
@@ -105,7 +109,7 @@ class OperandKinds:
         self.gradients = backward_nodes(program)
         varying = (InputKind.BATCH, InputKind.TANGENT, InputKind.SEED)
         inputs = zip(program.placeholders(), program.signature.inputs, strict=True)
-        self.varying = _reached(program, [node for node, entry in inputs if entry.kind in varying])
+        self.varying = reached_from(program, [node for node, entry in inputs if entry.kind in varying])
         self.parameters = {
             node: entry.name
             for node, entry in zip(program.placeholders(), program.signature.inputs, strict=True)
@@ -130,14 +134,6 @@ class OperandKinds:
         return Operand(base, source, is_transposed, kind, self.parameters.get(source, ""))
 
 
-def _reached(program: Program, sources: Iterable[fx.Node]) -> Set[fx.Node]:
-    found = set(sources)
-    for node in program.ops():
-        if not found.isdisjoint(node.all_input_nodes):
-            found.add(node)
-    return found
-
-
 def is_transposition(node: fx.Node) -> bool:
     """Whether ``node`` is the transpose of a matrix."""
     if not ops.is_call(node, *_TRANSPOSITIONS):
@@ -158,29 +154,97 @@ def _product(program: Program, node: fx.Node, kinds: OperandKinds) -> Product | 
     return Product(node, _role(a, b), a, b, bias, rows, columns, contraction, module=module)
 
 
-def _in_layer(product: Product, forward: list[Product]) -> Product:
-    """``product`` with the forward product of its layer; a weight gradient without one is of no layer."""
-    match product.role:
-        case ProductRole.FORWARD:
-            return replace(product, forward=product.node)
-        case ProductRole.INPUT_GRADIENT:
-            found = [other for other in forward if other.only(OperandKind.WEIGHT) is product.only(OperandKind.WEIGHT)]
-        case ProductRole.WEIGHT_GRADIENT:
-            found = [other for other in forward if _is_weight_gradient_of(product, other)]
-        case _:
-            return product
-    if not found:
-        is_open = product.role is ProductRole.WEIGHT_GRADIENT
-        return replace(product, role=ProductRole.OTHER) if is_open else product
-    # A weight, or an input, may have several layers; then the gradient comes from the same module as its own.
-    return replace(product, forward=max(found, key=lambda other: other.module == product.module).node)
+class _Layers:
+    """Which forward product each product of a program belongs to.
+
+    Where a weight or an activation has several, the origins of backward nodes do not tell them apart: they are guessed
+    from the order of the autograd graph, and lost where it has nodes that the forward part does not show. The graph
+    does: a weight gradient leads to the gradient of its parameter, and shares what it reads with the input gradient.
+    """
+
+    def __init__(self, program: Program, products: Sequence[Product]) -> None:
+        self._trained = {
+            value: output.name
+            for value, output in zip(program.output_values(), program.signature.outputs, strict=True)
+            if output.kind is OutputKind.GRAD and isinstance(value, fx.Node)
+        }
+        self._forward = [product for product in products if product.role is ProductRole.FORWARD]
+        self._of_two_weights = [
+            product for product in products if {o.kind for o in product.operands} == {OperandKind.WEIGHT}
+        ]
+        self._by_gradient: dict[fx.Node, set[fx.Node]] = {}
+        for product in products:
+            found = self._of_weight_gradient(product) if product.role is ProductRole.WEIGHT_GRADIENT else None
+            if found is not None:
+                self._by_gradient.setdefault(_gradient_of(product), set()).add(found.node)
+
+    def placed(self, product: Product) -> Product:
+        """``product`` with the forward product of its layer; a gradient without one is of no layer."""
+        match product.role:
+            case ProductRole.FORWARD:
+                return replace(product, forward=product.node)
+            case ProductRole.INPUT_GRADIENT:
+                found = self._of_input_gradient(product)
+            case ProductRole.WEIGHT_GRADIENT:
+                found = self._of_weight_gradient(product)
+            case _:
+                return product
+        if found is not None:
+            return replace(product, forward=found.node, module=found.module)
+        other = self._two_weights(product)
+        if other is not None:
+            return replace(product, role=ProductRole.OTHER, forward=other.node, module=other.module)
+        return replace(product, role=ProductRole.OTHER)
+
+    def _of_input_gradient(self, product: Product) -> Product | None:
+        weight = product.only(OperandKind.WEIGHT)
+        found = [other for other in self._forward if other.only(OperandKind.WEIGHT) is weight]
+        same = self._by_gradient.get(_gradient_of(product), set())
+        return max(found, key=lambda o: (o.node in same, o.module == product.module), default=None)
+
+    def _of_weight_gradient(self, product: Product) -> Product | None:
+        name = self._parameter(product.node)
+        rows = [other for other in self._forward if other.rows == product.contraction]
+        found = [other for other in rows if _is_weight_gradient_of(product, other)]
+        # What it reads may have been computed again, or have gone through a copy: its parameter still tells.
+        found = found or [other for other in rows if name and name in other.weights and _has_shape_of(product, other)]
+        return max(found, key=lambda o: (bool(name) and name in o.weights, o.module == product.module), default=None)
+
+    def _two_weights(self, product: Product) -> Product | None:
+        sources = {operand.source for operand in product.operands if operand.kind is OperandKind.WEIGHT}
+        found = (o for o in self._of_two_weights if not sources.isdisjoint(operand.source for operand in o.operands))
+        return next(found, None)
+
+    def _parameter(self, node: fx.Node) -> str:
+        """The one parameter whose gradient is ``node``, arranged, converted or added to others; empty for none."""
+        names: set[str] = set()
+        waiting, seen = [node], {node}
+        while waiting:
+            value = waiting.pop()
+            if value in self._trained:
+                names.add(self._trained[value])
+            users = [user for user in value.users if user.op != "output" and user not in seen]
+            if len(names) > 1 or any(role(user) not in _KEEPS_GRADIENT for user in users):
+                return ""
+            seen.update(users)
+            waiting += users
+        return names.pop() if names else ""
+
+
+def _gradient_of(product: Product) -> fx.Node:
+    """The gradient that a gradient product reads, whatever its shape there."""
+    return _whole(product.only(OperandKind.GRADIENT))
 
 
 def _is_weight_gradient_of(product: Product, forward: Product) -> bool:
     """Whether ``product`` contracts the rows of what ``forward`` reads, and has the shape of its weight."""
     read, own = product.only(OperandKind.ACTIVATION), forward.only(OperandKind.ACTIVATION)
-    shape = {product.rows, product.columns} == {forward.columns, forward.contraction}
-    return shape and product.contraction == forward.rows and _whole(read) is _whole(own)
+    return _has_shape_of(product, forward) and product.contraction == forward.rows and _whole(read) is _whole(own)
+
+
+def _has_shape_of(product: Product, forward: Product) -> bool:
+    """Whether ``product`` has the shape of the weight of ``forward``, or of its transpose."""
+    return {product.rows, product.columns} == {forward.columns, forward.contraction}
 
 
 def _whole(node: fx.Node) -> fx.Node:

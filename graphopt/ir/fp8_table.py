@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from graphopt.ir.fp8_trained import NOTHING_TRAINED, Decision, ForwardProduct, TrainedForward
 from graphopt.ir.fp8_watch import NOTHING_WATCHED, Fp8Watch
 from graphopt.ir.origin import NO_ORIGIN, Origin
 from graphopt.ir.units import format_bytes, format_microseconds
@@ -54,7 +55,7 @@ class Fp8Row:
     @property
     def shape(self) -> str:
         """Rows, columns and contraction as people read them."""
-        if not self.rows * self.columns * self.contraction:
+        if not (self.rows or self.columns or self.contraction):
             return "no one size"
         times = f"{self.batch} of " if self.batch != 1 else ""
         return f"{times}{self.rows} x {self.columns} x {self.contraction}"
@@ -89,13 +90,15 @@ class Fp8Row:
 @dataclass(frozen=True)
 class Fp8Table:
     """The rows of a program, in order; empty where no recipe was asked for. ``recipe``, ``device``: as people read
-    them. ``watch``: which tensors are looked at when they are quantized.
+    them. ``watch``: which tensors are looked at when they are quantized. ``trained``: what training decided, before an
+    evaluation is.
     """
 
     recipe: str = ""
     device: str = ""
     rows: tuple[Fp8Row, ...] = ()
     watch: Fp8Watch = NOTHING_WATCHED
+    trained: TrainedForward = field(default=NOTHING_TRAINED, compare=False)
 
     @property
     def eligible(self) -> tuple[Fp8Row, ...]:
@@ -130,6 +133,17 @@ class Fp8Table:
         """The rows of products that read ``parameter`` or make its gradient."""
         return tuple(row for row in self.rows if parameter in row.weights)
 
+    def forward_decisions(self) -> tuple[tuple[ForwardProduct, Decision], ...]:
+        """The forward products of this table, in order, with what is decided about each."""
+        return tuple(
+            (
+                ForwardProduct(row.module, row.weights, (row.rows, row.columns, row.contraction)),
+                Decision(row.is_fp8, row.reason),
+            )
+            for row in self.rows
+            if row.role == "forward"
+        )
+
     def by_layer(self) -> tuple[Fp8Row, ...]:
         """The rows with the products of each layer together, in the order of its first one."""
         order: dict[str, list[Fp8Row]] = {}
@@ -141,7 +155,9 @@ class Fp8Table:
         """How many products run in FP8 on what, and what that saves, on one line."""
         if not self.rows:
             return "no FP8 was asked for"
-        saved = f", saves {format_microseconds(self.seconds_saved)} (estimated)" if self.seconds_saved else ""
+        verb = "saves" if self.seconds_saved > 0 else "costs"
+        times = f"{verb} {format_microseconds(abs(self.seconds_saved))}"
+        saved = f", {times} (estimated)" if self.seconds_saved else ""
         kept = f", {format_bytes(self.bytes_saved)} less kept for the backward part" if self.bytes_saved else ""
         return (
             f"FP8, recipe {self.recipe}, on {self.device}: {len(self.eligible)} of {len(self.rows)} products"

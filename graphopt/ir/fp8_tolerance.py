@@ -19,7 +19,7 @@ from torch import fx
 from graphopt.ir import ops
 from graphopt.ir.kept_values import ForwardValue, LateUse
 from graphopt.ir.linear_loss import BACKWARD as LINEAR_LOSS_BACKWARD
-from graphopt.ir.liveness import backward_nodes
+from graphopt.ir.liveness import backward_nodes, reached_from
 from graphopt.ir.precision_ops import Role, is_small_power, role
 from graphopt.ir.program import Program
 from graphopt.ir.spec import InputKind
@@ -46,8 +46,8 @@ class Fp8Tolerance:
             for node, entry in inputs
             if entry.kind is InputKind.PARAM or (entry.kind is InputKind.BATCH and _is_float(node))
         ]
-        self._varying = _reached(program, [node for node, entry in inputs if entry.kind in varying])
-        self._learned = _reached(program, learned)
+        self._varying = reached_from(program, [node for node, entry in inputs if entry.kind in varying])
+        self._learned = reached_from(program, learned)
         self._draws = _draws(program)
         self._gradients = backward_nodes(program)
         self._behind_products = _behind_products(program, self._gradients)
@@ -125,14 +125,6 @@ def _is_float(node: fx.Node) -> bool:
     return isinstance(value, torch.Tensor) and value.dtype in _FLOATS
 
 
-def _reached(program: Program, sources: Iterable[fx.Node]) -> Set[fx.Node]:
-    found = set(sources)
-    for node in program.ops():
-        if not found.isdisjoint(node.all_input_nodes):
-            found.add(node)
-    return found
-
-
 def _draws(program: Program) -> Set[fx.Node]:
     """Calls that draw random numbers, and those that compute from draws and constants alone."""
     found: set[fx.Node] = set()
@@ -148,4 +140,4 @@ def _behind_products(program: Program, gradients: Set[fx.Node]) -> Set[fx.Node]:
     products = [
         node for node in program.ops() if node in gradients and (ops.is_matmul(node) or ops.is_call(node, *_PRODUCTS))
     ]
-    return _reached(program, products)
+    return reached_from(program, products)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 FP8_AMAX = "graphopt.fp8_amax"
-"""A user output f32[T]: a number for each watched tensor, Inf or NaN if the tensor holds one. No user's output can be
-called so by accident."""
+"""A user output f32[T]: a number for each watched tensor and gradient, Inf or NaN if it holds one. No user's output can
+be called so by accident."""
 
 FP8_AMAX_BACKWARD = "graphopt.fp8_amax_backward"
 """The same of the backward part, where each part reports by itself (a module without an optimizer)."""
@@ -38,11 +38,13 @@ def is_fp8_state(name: str) -> bool:
 class Fp8Watch:
     """The tensors that a program looks at when it quantizes them: module path and role, such as "mlp.up.input".
 
-    ``reported``: for each number of FP8_AMAX, and then of FP8_AMAX_BACKWARD. ``delayed``, ``delayed_weights``: for each
+    ``reported``: for each number of FP8_AMAX, and then of FP8_AMAX_BACKWARD; ``gradients``: the parameters whose
+    gradients the numbers behind them are of, which need not be quantized. ``delayed``, ``delayed_weights``: for each
     row of HISTORY (or number of SCALES) and of WEIGHT_HISTORY. ``formats``: for each number of SCALES.
     """
 
     reported: tuple[str, ...] = ()
+    gradients: tuple[str, ...] = ()
     delayed: tuple[str, ...] = ()
     delayed_weights: tuple[str, ...] = ()
     formats: tuple[str, ...] = ()

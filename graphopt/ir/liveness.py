@@ -7,7 +7,7 @@ buffer updates are written when everything has succeeded, at the end.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from torch import fx
@@ -121,14 +121,17 @@ def forward_end(program: Program) -> int:
 
 def backward_nodes(program: Program) -> set[fx.Node]:
     """The nodes reachable from a tangent input (for membership tests; never iterate)."""
-    reached: set[fx.Node] = set()
-    for node, entry in zip(program.placeholders(), program.signature.inputs, strict=True):
-        if entry.kind is InputKind.TANGENT:
-            reached.add(node)
+    inputs = zip(program.placeholders(), program.signature.inputs, strict=True)
+    return reached_from(program, (node for node, entry in inputs if entry.kind is InputKind.TANGENT))
+
+
+def reached_from(program: Program, sources: Iterable[fx.Node]) -> set[fx.Node]:
+    """``sources`` and what is computed from them (for membership tests; never iterate)."""
+    found = set(sources)
     for node in program.ops():
-        if any(argument in reached for argument in node.all_input_nodes):
-            reached.add(node)
-    return reached
+        if not found.isdisjoint(node.all_input_nodes):
+            found.add(node)
+    return found
 
 
 def is_unpacked_at_once(node: fx.Node) -> bool:

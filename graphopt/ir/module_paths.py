@@ -13,7 +13,9 @@ def numbered_prefixes(module: str) -> list[str]:
 
 
 def matching_pattern(module: str, patterns: Sequence[str]) -> str | None:
-    """The first of ``patterns`` (as in ``fnmatch``) that names the module at a path or one that it lies in."""
+    """The first of ``patterns`` (as in ``fnmatch``) that names the module at a path or one that it lies in; all lie in
+    the root, whose path is empty and which "*" names.
+    """
     parts = module.split(".") if module else []
-    paths = [".".join(parts[: length + 1]) for length in range(len(parts))]
+    paths = ["", *(".".join(parts[: length + 1]) for length in range(len(parts)))]
     return next((pattern for pattern in patterns if any(fnmatchcase(path, pattern) for path in paths)), None)

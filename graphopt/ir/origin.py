@@ -14,6 +14,11 @@ class Origin:
     code: str = ""
     is_gradient: bool = False
 
+    @property
+    def place(self) -> tuple[str, str, str]:
+        """Where in the model: the same for an operator and for its gradient."""
+        return self.module, self.source, self.code
+
     def __str__(self) -> str:
         where = [part for part in (self.module, self.source, self.code) if part]
         return ("grad of " if self.is_gradient and where else "") + " | ".join(where)

@@ -52,7 +52,7 @@ class PrecisionTable:
         named = tuple(row for row in self.rows if row.value == value and row.origin == origin)
         if named or not origin.module:
             return named
-        return tuple(row for row in self.rows if _place(row.origin) == _place(origin))
+        return tuple(row for row in self.rows if row.origin.place == origin.place)
 
     def counts(self) -> tuple[tuple[str, str, int], ...]:
         """(dtype, reason, how many operators), the most frequent first."""
@@ -74,7 +74,3 @@ def _columns(lines: Sequence[tuple[str, ...]]) -> Iterable[str]:
     for line in lines:
         cells = (cell.ljust(width) for cell, width in zip(line, (*widths, 0), strict=True))
         yield "  ".join(cells).rstrip()
-
-
-def _place(origin: Origin) -> tuple[str, str, str]:
-    return origin.module, origin.source, origin.code

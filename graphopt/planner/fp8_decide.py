@@ -11,29 +11,32 @@ from torch import fx
 from graphopt.fp8 import Recipe
 from graphopt.ir import ops
 from graphopt.ir.fp8_other_products import OtherProduct, find_other_products
-from graphopt.ir.fp8_products import Operand, OperandKind, Product, find_products
+from graphopt.ir.fp8_products import Operand, OperandKind, Product, ProductRole, find_products
 from graphopt.ir.fp8_table import NO_PAD, Fp8Row, Fp8Table
+from graphopt.ir.fp8_trained import Decision, ForwardProduct
 from graphopt.ir.liveness import backward_nodes
+from graphopt.ir.origin import Origin
 from graphopt.ir.precision_ops import qualified_name
 from graphopt.ir.program import Program
 from graphopt.ir.storage import storage_map
 from graphopt.ir.text import target_text
 from graphopt.planner.fp8_choice import LEAST_GAIN, Prices, choose_products
 from graphopt.planner.fp8_costs import CostedProduct, Fp8Costs, Rates, Use, Value
-from graphopt.planner.fp8_rules import MOST_EMULATED_WORK, Rules, Verdict, more_work, pad_of, pad_reason
+from graphopt.planner.fp8_rules import MOST_EMULATED_WORK, PADDED, Rules, Verdict, more_work, pad_of, pad_reason
 from graphopt.planner.fp8_setting import Setting, setting_of
 
 
 def decide_products(program: Program, recipe: Recipe, *, micro_steps: int = 1) -> Fp8Table:
     """A row for every product of ``program``, in order. ``micro_steps``: that one quantization of a weight serves.
 
-    Raises UnsupportedError for a target that is not known, a pattern that names no product, a predicate that raises.
+    Where ``program.fp8.trained`` has decisions about forward products, they count before costs.
+
+    Raises UnsupportedError for a target that is not known, and for a predicate that raises or says neither yes nor no.
     """
     products = find_products(program)
     others = find_other_products(program, frozenset(product.node for product in products))
     setting = setting_of(recipe, _device(program, [*(p.node for p in products), *(o.node for o in others)]))
-    modules = [*(product.module for product in products), *(program.origin(other.node).module for other in others)]
-    rules = Rules(program, recipe, products, modules)
+    rules = Rules(program, recipe, products)
     decided = _Decided(program, products, rules=rules, setting=setting, recipe=recipe, micro_steps=micro_steps)
     rows = {product.node: [decided.row(position)] for position, product in enumerate(products)}
     for other in others:
@@ -59,7 +62,8 @@ class _Decided:
         self._rules = rules
         self._setting = setting
         self._products = products
-        self._verdicts = [self._verdict(product) for product in products]
+        trained = _trained(program, products)
+        self._verdicts = [self._verdict(product, trained.get(product.node)) for product in products]
         self._prices: Prices | None = None
         if setting.rates is None:
             self._chosen = tuple(verdict.is_fp8 is not False for verdict in self._verdicts)
@@ -86,7 +90,7 @@ class _Decided:
             contraction=product.contraction,
             is_fp8=is_fp8,
             reason="",
-            origin=self._program.origin(product.node),
+            origin=_origin(self._program, product),
             weights=self._rules.weights(product),
             pad=pad_of(product) if is_fp8 else NO_PAD,
             layer=(product.forward or product.node).name,
@@ -98,9 +102,9 @@ class _Decided:
         )
         return _with_reason(row, product, self._verdicts[position], self._setting)
 
-    def _verdict(self, product: Product) -> Verdict:
+    def _verdict(self, product: Product, trained: Decision | None) -> Verdict:
         """The rules, the device, and where costs are not counted the work that padding adds."""
-        verdict = self._rules.verdict(product)
+        verdict = self._rules.verdict(product, trained)
         if verdict.is_fp8 is False:
             return verdict
         if self._setting.reason:
@@ -113,8 +117,28 @@ class _Decided:
         return verdict
 
 
+def _origin(program: Program, product: Product) -> Origin:
+    """Where ``product`` comes from; a gradient whose own origin tells another module than its layer's has that of the
+    layer's forward product.
+    """
+    own = program.origin(product.node)
+    if own.module == product.module or product.forward is None:
+        return own
+    return replace(program.origin(product.forward), is_gradient=True)
+
+
+def _trained(program: Program, products: Sequence[Product]) -> dict[fx.Node, Decision]:
+    """What training decided about ``products``; empty in a training program."""
+    forward = [product for product in products if product.role is ProductRole.FORWARD]
+    described = [
+        ForwardProduct(item.module, item.weights, (item.rows, item.columns, item.contraction)) for item in forward
+    ]
+    found = zip(forward, program.fp8.trained.about(described), strict=True)
+    return {product.node: decision for product, decision in found if decision is not None}
+
+
 def _with_reason(row: Fp8Row, product: Product, verdict: Verdict, setting: Setting) -> Fp8Row:
-    padded = f"; padded: {pad_reason(product)}" if any(pad_of(product)) and verdict.is_fp8 is not False else ""
+    padded = PADDED + pad_reason(product) if any(pad_of(product)) and verdict.is_fp8 is not False else ""
     if verdict.is_fp8 is not None:
         return replace(row, reason=verdict.reason + padded)
     if setting.rates is None:

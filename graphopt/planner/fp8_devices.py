@@ -93,6 +93,10 @@ DEVICE_CLASSES = (
 )
 
 
+_SAYS_NOTHING = re.compile(r"nvidia|tesla|geforce|sxm\d*|hbm\w*|\d+gb")
+"""Words in a GPU's name that tell no other device from the one that its class is of."""
+
+
 def device_class(target: str) -> DeviceClass:
     """The class that a user's ``target`` names, whatever its case, blanks and dashes; UnsupportedError for no class."""
     wanted = _plain(target)
@@ -106,16 +110,26 @@ def device_class(target: str) -> DeviceClass:
 
 
 def class_of_device(device_name: str, capability: Capability) -> DeviceClass:
-    """The class of a GPU by the name that its driver gives; else a class under that name with the rates of one of its
-    compute capability, or of the nearest older one.
+    """The class of a GPU by the name that its driver gives, word by word; else, as for an "H100 NVL" or a part of a
+    GPU, a class under that name with the rates of the one that it is named after, of one of its compute capability, or
+    of the nearest older one.
     """
-    words = _plain(device_name)
-    named = [item for item in DEVICE_CLASSES if _plain(item.name) in words]
-    if named:
-        return max(named, key=lambda item: len(item.name))
+    words = _words(device_name)
+    named = max((item for item in DEVICE_CLASSES if _words(item.name) <= words), key=_num_words, default=None)
+    if named is not None:
+        more = {word for word in words - _words(named.name) if not _SAYS_NOTHING.fullmatch(word)}
+        return replace(named, name=device_name, like=named.name) if more else named
     older = [item for item in DEVICE_CLASSES if item.capability <= capability] or [DEVICE_CLASSES[0]]
     nearest = max(older, key=lambda item: item.capability)
     return replace(nearest, name=device_name, capability=capability, like=nearest.name)
+
+
+def _words(name: str) -> frozenset[str]:
+    return frozenset(re.findall(r"[a-z0-9]+", name.lower()))
+
+
+def _num_words(device: DeviceClass) -> int:
+    return len(_words(device.name))
 
 
 def _plain(name: str, without: str = "") -> str:

@@ -90,6 +90,8 @@ class MeasuredRates:
 
     def _seconds(self, sizes: tuple[int, int, int], column: str) -> float:
         """Seconds for the work of ``sizes`` at the rate of the nearest shapes, but a call at least."""
+        if not math.prod(sizes):  # an empty batch: no shape is near nothing
+            return self.table.call_seconds
         ordered = sorted(self.table.products, key=lambda product: _distance(sizes, product))[:_NEIGHBOURS]
         weights = [1 / (_distance(sizes, product) + 1e-6) for product in ordered]
         logs = [math.log(getattr(product, column) / product.work) for product in ordered]

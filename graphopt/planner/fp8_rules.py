@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
-from fnmatch import fnmatchcase
 
 import torch
 from torch import fx
 
 from graphopt.errors import UnsupportedError
 from graphopt.fp8 import ProductFacts, Recipe
-from graphopt.ir.fp8_places import Places, edge_layer_of, edge_layers, matching_modules
+from graphopt.ir.fp8_places import Places, edge_layer_of, edge_layers
 from graphopt.ir.fp8_products import OperandKind, Product, ProductRole
+from graphopt.ir.fp8_trained import Decision
 from graphopt.ir.module_paths import matching_pattern
+from graphopt.ir.precision_ops import Role as PrecisionRole
 from graphopt.ir.program import Program
 from graphopt.ir.spec import dtype_name
 
@@ -37,9 +37,9 @@ class Verdict:
 
 
 class Rules:
-    """The rules of ``recipe`` for the products of ``program``; raises UnsupportedError for patterns of no product."""
+    """The rules of ``recipe`` for the products of ``program``."""
 
-    def __init__(self, program: Program, recipe: Recipe, products: Sequence[Product], modules: Sequence[str]) -> None:
+    def __init__(self, program: Program, recipe: Recipe, products: Sequence[Product]) -> None:
         self._program = program
         self._recipe = recipe
         self._forward: Mapping[fx.Node, Product] = {product.node: product for product in products}
@@ -47,16 +47,16 @@ class Rules:
         self._edges = edge_layers(
             (product.module for product in products), first=recipe.skip_first, last=recipe.skip_last
         )
-        check_patterns("exclude", recipe.exclude, modules)
-        check_patterns("include", recipe.include, modules)
 
     def weights(self, product: Product) -> tuple[str, ...]:
         """The parameters that ``product`` reads, or whose gradient it is."""
         is_gradient = product.role is ProductRole.WEIGHT_GRADIENT and product.forward is not None
         return self._forward[product.forward].weights if is_gradient else product.weights  # type: ignore[index]
 
-    def verdict(self, product: Product) -> Verdict:
-        """What is decided about ``product`` before its sizes and costs are looked at."""
+    def verdict(self, product: Product, trained: Decision | None = None) -> Verdict:
+        """What is decided about ``product`` before its sizes and costs are looked at. ``trained``: by training, in the
+        place of all that may come out differently in evaluation.
+        """
         excluded = matching_pattern(product.module, self._recipe.exclude)
         included = matching_pattern(product.module, self._recipe.include)
         if excluded:
@@ -66,6 +66,8 @@ class Rules:
             return Verdict(False, self.other_reason(product.module, impossible))
         if included:
             return Verdict(True, f"included by name ({included!r})")
+        if trained is not None:
+            return Verdict(trained.is_fp8, f"as in training: {trained.reason.partition(PADDED)[0]}")
         if self._recipe.choose is not None:
             is_chosen = self._chosen(product)
             return Verdict(is_chosen, "chosen by choose" if is_chosen else "not chosen by choose")
@@ -85,10 +87,17 @@ class Rules:
         dtypes = {self._program.spec(operand.base).dtype for operand in product.operands}
         others = sorted(dtype_name(dtype) for dtype in dtypes if dtype not in _TWO_BYTES)
         if others:
-            return f"operands are {' and '.join(others)}, not of two bytes (kept by the model or by keep_fp32)"
+            return f"operands are {' and '.join(others)}, not of two bytes{self._why_wide(product)}"
         if product.role is ProductRole.WEIGHT_GRADIENT and self._recipe.weight_gradient == "bf16":
             return 'weight gradients are asked for in bf16 (weight_gradient="bf16")'
         return ""
+
+    def _why_wide(self, product: Product) -> str:
+        """Why lowering left the layer of ``product`` as it was, where its table tells; with a colon before it."""
+        places = {self._program.origin(node).place for node in (product.forward, product.node) if node is not None}
+        rows = (row for row in self._program.precision.rows if row.role == PrecisionRole.MATRIX)
+        reasons = {row.reason for row in rows if row.origin.place in places}
+        return f": {reasons.pop()}" if len(reasons) == 1 else ""
 
     def _place(self, product: Product) -> str:
         forward = product.forward or product.node
@@ -99,12 +108,17 @@ class Rules:
         facts = facts_of(product, self.weights(product))
         assert self._recipe.choose is not None, "asked only where there is a predicate"
         try:
-            return bool(self._recipe.choose(facts))
+            answer = self._recipe.choose(facts)
         except Exception as error:
             raise UnsupportedError(
                 f"choose raised {type(error).__name__}: {error}, for {facts}; it is expected to say True or False for "
                 "every product"
             ) from error
+        if not isinstance(answer, bool):
+            raise UnsupportedError(
+                f"choose is expected to say True or False for every product, came {answer!r} for {facts}"
+            )
+        return answer
 
 
 def facts_of(product: Product, weights: tuple[str, ...]) -> ProductFacts:
@@ -113,31 +127,29 @@ def facts_of(product: Product, weights: tuple[str, ...]) -> ProductFacts:
     return ProductFacts(product.module, str(product.role), *sizes, weights)
 
 
-def check_patterns(option: str, patterns: Sequence[str], modules: Sequence[str]) -> None:
-    """Raise UnsupportedError for a pattern that names none of ``modules`` and nothing that they lie in."""
-    paths = matching_modules(modules)
-    unknown = [pattern for pattern in patterns if not any(fnmatchcase(path, pattern) for path in paths)]
-    if not unknown:
-        return
-    last = {path.rpartition(".")[2]: path for path in reversed(paths)}
-    close = [
-        name
-        for pattern in unknown
-        for name in (
-            *((f"*.{pattern}",) if pattern in last else ()),
-            *get_close_matches(pattern, paths, n=3),
-            *(f"*.{match}" for match in get_close_matches(pattern, list(last), n=2, cutoff=0.8) if match != pattern),
-        )
-    ]
-    raise UnsupportedError(
-        f"{option} expects patterns of module paths, came {', '.join(map(repr, unknown))}, which no module with a "
-        f"matrix product matches; there are {', '.join(dict.fromkeys(close or paths[:5])) or 'none'}"
-    )
+def idle_options(recipe: Recipe, modules: Sequence[str]) -> dict[str, str]:
+    """The options of ``recipe`` that name none of ``modules``, with a sentence; a program need not run all of a model,
+    so that this is no mistake.
+    """
+    named = [("exclude", pattern) for pattern in recipe.exclude] + [("include", pattern) for pattern in recipe.include]
+    idle = {
+        f"{option}={pattern!r}": "names no matrix product of this program"
+        for option, pattern in named
+        if not any(matching_pattern(module, (pattern,)) for module in modules)
+    }
+    ends = (("skip_first", recipe.skip_first), ("skip_last", recipe.skip_last))
+    if not edge_layers(modules, first=recipe.skip_first, last=recipe.skip_last):
+        idle |= {f"{option}={count}": "no repeated layers in this program" for option, count in ends if count}
+    return idle
 
 
 def pad_of(product: Product) -> tuple[int, int, int]:
     """The zeros that rows, columns and contraction of ``product`` need."""
     return 0, -product.columns % MULTIPLE, -product.contraction % MULTIPLE
+
+
+PADDED = "; padded: "
+"""What stands in a reason before ``pad_reason``."""
 
 
 def pad_reason(product: Product) -> str:
@@ -176,4 +188,7 @@ def _other_reason(product: Product) -> str:
     kinds = {operand.kind for operand in product.operands}
     if kinds == {OperandKind.WEIGHT}:
         return "product of two weights: not supported yet"
+    if OperandKind.WEIGHT in kinds:
+        known = "a product of two weights" if product.forward is not None else "a product in another form"
+        return f"gradient of {known}: not supported yet"
     return "product of two activations, or its gradient: never"

@@ -5,16 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+import torch
+
 from graphopt.execute.executable import Executable
 from graphopt.execute.measure import MemoryTrace
 from graphopt.execute.segments import Segment, split_segments
 from graphopt.execute.state_rows import StateRow
 from graphopt.ir.liveness import MemoryPlan
 from graphopt.ir.program import Program
+from graphopt.ir.spec import TensorSpec
 from graphopt.ir.storage import StorageMap, near_resident, storage_map
 from graphopt.ir.text import value_text
 from graphopt.report.classify import Classifier
 from graphopt.report.data import AliveValue, MemoryByClass, MemoryClass, Report, TimelinePoint
+from graphopt.report.fp8 import product_lines
 from graphopt.report.state import bytes_beside
 
 _NUM_LARGEST = 30
@@ -53,7 +57,14 @@ def build_report(
         state=tuple(state),
         precision=program.precision,
         fp8=program.fp8,
+        fp8_products=product_lines(program.fp8, _device(program)),
     )
+
+
+def _device(program: Program) -> torch.device:
+    """Where ``program`` runs: where its inputs lie."""
+    specs = [entry.spec for entry in program.signature.inputs if isinstance(entry.spec, TensorSpec)]
+    return next((spec.device for spec in specs if spec.device.type != "cpu"), torch.device("cpu"))
 
 
 def segment_name(segments: Sequence[Segment], position: int) -> str:

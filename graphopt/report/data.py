@@ -90,7 +90,7 @@ class Report:
 
     ``predicted_peak_bytes`` and ``measured_peak_bytes`` are above ``resident_bytes``; ``largest`` leaves out what is
     resident. ``state`` lists how the optimizer state of each parameter is kept, and why; ``fp8`` which products run in
-    FP8, and why. ``str(report)`` is the table as text.
+    FP8, and why; ``fp8_products`` by what they are computed. ``str(report)`` is the table as text.
     """
 
     records: tuple[PassRecord, ...]
@@ -108,6 +108,7 @@ class Report:
     state: tuple[StateRow, ...] = ()
     precision: PrecisionTable = field(default_factory=PrecisionTable)
     fp8: Fp8Table = field(default_factory=Fp8Table)
+    fp8_products: tuple[str, ...] = ()
 
     @property
     def peak(self) -> TimelinePoint | None:

@@ -1,12 +1,20 @@
-"""The FP8 table as text and HTML: which products run in FP8 and why, and the lines of ``explain``."""
+"""The FP8 table as text and HTML: which products run in FP8, why and by what, and the lines of ``explain``."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from html import escape
+from typing import TYPE_CHECKING
 
+import torch
 from rich.table import Table
 
 from graphopt.ir.fp8_table import Fp8Row, Fp8Table, row_cells
+from graphopt.kernels.fp8_matmul import choices_on, matmul_path
+from graphopt.kernels.fp8_support import support_on
+
+if TYPE_CHECKING:
+    from graphopt.kernels.fp8_matmul_choice import Choice
 
 _MOST_LINES = 12
 
@@ -16,8 +24,31 @@ _HEADINGS = ("module", "product", "value", "M x N x K", "FP8", "bf16 us", "FP8 u
 _NUMBERS = ("bf16 us", "FP8 us", "quantize us", "kept less")
 
 
-def fp8_text(table: Fp8Table) -> list[str | Table]:
-    """The parts of the text report: how many products of each kind run in FP8 and why; empty without FP8."""
+def product_lines(table: Fp8Table, device: torch.device) -> tuple[str, ...]:
+    """How the FP8 products of ``table`` are computed on ``device``; on a GPU also what was chosen so far, and why."""
+    if not table.eligible:
+        return ()
+    support = support_on(device)
+    where = "" if support.is_emulated else f" on {device}"
+    return (
+        f"FP8 products{where}: {matmul_path(support)}",
+        *(choice_line(choice) for choice in choices_on(device)),
+    )
+
+
+def choice_line(choice: Choice) -> str:
+    """What computes a class of shapes, the times it was chosen by, and what else is to be said."""
+    times = ", ".join(
+        f"{name} {'failed' if value is None else f'{value:.3g} ms'}" for name, value in choice.milliseconds.items()
+    )
+    return "; ".join([f"FP8 products {choice.shapes}: {choice.implementation} ({times})", *choice.notes])
+
+
+def fp8_text(table: Fp8Table, lines: Sequence[str] = ()) -> list[str | Table]:
+    """The parts of the text report: how many products of each kind run in FP8 and why; empty without FP8.
+
+    ``lines``: by what they are computed.
+    """
     if not table.rows:
         return []
     counts: dict[tuple[bool, str], list[Fp8Row]] = {}
@@ -31,19 +62,21 @@ def fp8_text(table: Fp8Table) -> list[str | Table]:
     for (is_fp8, reason), rows in counts.items():
         numbers = (str(sum(row.role == role for row in rows) or "") for role in roles)
         shown.add_row("yes" if is_fp8 else "no", reason, *numbers, rows[0].module or rows[0].value)
-    return [table.summary(), shown]
+    more = [f"and {len(lines) - _MOST_LINES} more classes of shapes"] if len(lines) > _MOST_LINES else []
+    return [table.summary(), *lines[:_MOST_LINES], *more, shown]
 
 
-def fp8_html(table: Fp8Table) -> str:
-    """A table of every product, the three of each layer together; empty without FP8."""
+def fp8_html(table: Fp8Table, lines: Sequence[str] = ()) -> str:
+    """A table of every product, the three of each layer together; empty without FP8.
+
+    ``lines``: by what they are computed.
+    """
     if not table.rows:
         return ""
     head = "".join(f'<th class="{_css(heading)}">{heading}</th>' for heading in _HEADINGS)
     body = "".join(map(_html_row, table.by_layer()))
-    return (
-        f'<p class="muted">{escape(table.summary())}</p>'
-        f'<table id="fp8"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>'
-    )
+    paragraphs = "".join(f'<p class="muted">{escape(line)}</p>' for line in (table.summary(), *lines))
+    return f'{paragraphs}<table id="fp8"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>'
 
 
 def module_lines(table: Fp8Table, path: str) -> list[str]:

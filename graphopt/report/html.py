@@ -72,7 +72,7 @@ def report_html(report: Report) -> str:
         _section("Passes", _pass_table(report.records)),
         _section("Largest values at the peak", _largest_table(report)),
         _section("Precision", precision_html(report.precision)),
-        _section("FP8", fp8_html(report.fp8)),
+        _section("FP8", fp8_html(report.fp8, report.fp8_products)),
         _section("Decisions", decision_html(report.decisions)),
         _section("Declined rewrites", _refusal_table(report.records)),
         _section("Notes", _notes(report.notes)),

@@ -30,7 +30,7 @@ def report_text(report: Report, *, width: int = _WIDTH) -> str:
         *state_text(report.state),
         _largest_table(report),
         *precision_text(report.precision),
-        *fp8_text(report.fp8),
+        *fp8_text(report.fp8, report.fp8_products),
         *decision_text(report.decisions),
         *refusal_lines(report.records),
         *(f"note: {note}" for note in report.notes),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from functools import cache
 
+import pytest
 import torch
 from torch import nn
 
@@ -22,12 +23,13 @@ from graphopt.ir.fp8_watch import (
     WEIGHT_HISTORY,
 )
 from graphopt.ir.numeric import random_inputs
-from graphopt.ir.spec import InputKind
+from graphopt.ir.spec import InputKind, OutputKind
 from graphopt.operators.fp8 import QUANTIZE, QUANTIZE_BOTH, QUANTIZE_DELAYED_BOTH, QUANTIZE_TRANSPOSED
 from graphopt.passes.insert_quantize import InsertQuantize
 from tests.support.fp8 import joint_program, tagged
 
 DELAYED = fp8.Delayed(history=3)
+FULL_LIKE = torch.ops.aten.full_like.default
 
 
 class Shared(nn.Module):
@@ -102,6 +104,21 @@ def test_the_evidence_is_nan_for_one_bad_element():
     assert found["user", FP8_EVIDENCE].isnan()
     amax = dict(zip(program.fp8.watch.reported, found["user", FP8_AMAX].isfinite().tolist(), strict=True))
     assert amax["body.weight"] and amax["head.weight"] and not amax["body.input"]
+
+
+@pytest.mark.parametrize(("value", "is_finite"), [(3e38, True), (-torch.inf, False), (torch.nan, False)])
+def test_a_gradient_that_no_product_reads_is_evidence_too(value, is_finite):
+    before = joint("tensorwise")
+    values, outputs = list(before.output_values()), before.signature.outputs
+    position = next(i for i, output in before.signature.outputs_of(OutputKind.GRAD) if output.name == "head.bias")
+    values[position] = before.insert_before(values[position].next, FULL_LIKE, values[position], value)
+    before.set_outputs(values, outputs)
+    program = watch_step(before, fp8.Tensorwise(), gradients=True)
+    watch, found = program.fp8.watch, named_outputs(program, random_inputs(program))
+    assert bool(found["user", FP8_EVIDENCE] == 0) == is_finite
+    amax = dict(zip((*watch.reported, *watch.gradients), found["user", FP8_AMAX].isfinite().tolist(), strict=True))
+    assert [name for name, is_good in amax.items() if not is_good] == ([] if is_finite else ["head.bias"])
+    assert set(watch.gradients) == {"body.weight", "body.bias", "head.weight", "head.bias"}
 
 
 def in_both_layouts(program):

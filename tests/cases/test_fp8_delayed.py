@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from fractions import Fraction
 
@@ -116,6 +117,46 @@ def test_the_reason_names_the_tensors_in_the_order_of_the_step():
     assert step.last_update.skipped is not None and "gradient of second" in step.last_update.skipped
     assert "input" not in step.last_update.skipped
     assert all(same({"": value}, {"": remembered(step)[name]}) for name, value in before.items())
+
+
+def test_gradients_wait_for_each_other_and_the_report_says_why():
+    (record,) = [record for record in fresh_step(DELAYED).program.history if record.name == "release-gradients"]
+    assert record.refusals
+    assert all(
+        "the step is skipped if a quantized tensor or a gradient" in refusal.reason for refusal in record.refusals
+    )
+
+
+class FrozenBody(nn.Module):
+    """The body is in FP8 and is not trained, the head is trained and not in FP8."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.head = nn.Linear(32, 32).requires_grad_(False), nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"loss": (self.head(torch.tanh(self.body(x))) - y).square().mean()}
+
+
+@pytest.mark.parametrize(
+    ("decides", "options"), [("host", {}), ("device", {}), ("host", {"accumulate": 2}), ("host", {"clip_grad_norm": 1})]
+)
+def test_gradients_outside_fp8_skip_the_step_too(decides, options):
+    recipe = fp8.Tensorwise(exclude=("head",), include=("body",), decides=decides)
+    step = fp8_step(recipe, FrozenBody(), **options)
+    good = {"x": batches(1)[0]["x"], "y": torch.zeros(16, 32)}
+    step(**good)
+    for _ in range(options.get("accumulate", 1) - 1):
+        step(**good)
+    assert step.last_update.skipped is None
+    before = remembered(step)
+    step(**{**good, "y": spoiled({"x": good["y"]}, float("nan"))["x"]})
+    for _ in range(options.get("accumulate", 1) - 1):
+        step(**good)
+    assert same(before, remembered(step))
+    expected = "the gradient norm is nan" if "clip_grad_norm" in options else "gradients are not finite: of head."
+    assert step.last_update.skipped.startswith(expected)
 
 
 def test_a_bad_micro_batch_drops_its_window_and_leaves_the_history():
@@ -259,14 +300,21 @@ def test_a_history_of_another_length_keeps_the_latest_values():
         (lambda fp8_state: fp8_state.pop("window"), "expected history, window"),
         (lambda fp8_state: fp8_state["history"]["values"].fill_(float("nan")), "Inf or NaN"),
         (lambda fp8_state: fp8_state["history"]["names"].pop(), "rows for the names"),
+        (lambda fp8_state: fp8_state["history"].update(names=None), "a list of strings, came None"),
+        (lambda fp8_state: fp8_state["window"].update(evidence="x"), "one float32 without dimensions, came 'x'"),
+        (lambda fp8_state: fp8_state["window"].update(evidence=torch.zeros(3)), r"came torch.float32 \[3\]"),
+        (lambda fp8_state: fp8_state.update(skipped_in_a_row=None), "from 0 on, came None"),
     ],
 )
-def test_a_damaged_state_is_refused(change, message):
-    *_, step = trained()
-    saved = step.state_dict()
+def test_a_damaged_state_is_refused_and_changes_nothing(change, message):
+    step = fresh_step(DELAYED)
+    step(**batches(1)[0])
+    saved, before = copy.deepcopy(step.state_dict()), remembered(step)
+    saved["fp8"]["history"]["values"] += 1
     change(saved["fp8"])
     with pytest.raises(StateError, match=message):
         step.load_state_dict(saved)
+    assert same(remembered(step), before)
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ from torch import nn
 import graphopt
 from graphopt.errors import UnsupportedError
 from graphopt.fp8 import Blockwise, Delayed, Rowwise, Tensorwise
+from graphopt.ir.fp8_table import Fp8Row, Fp8Table
 from graphopt.passes.tag_fp8 import TagFp8
 from graphopt.pipeline.pass_base import Changes
 from tests.support.fp8_tables import (
@@ -124,6 +125,57 @@ def test_products_of_two_activations_and_their_gradients_are_not_taken_for_those
     assert all("two activations" in row.reason for row in others) and len(found.eligible) == 4
 
 
+class Noisy(nn.Module):
+    """Attention that drops weights: its autograd nodes in between leave the backward part without origins."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.o, self.twice = (nn.Linear(32, 32, bias=False) for _ in range(4))
+        self.tied = nn.Linear(32, 32, bias=False)
+        self.tied.weight = self.twice.weight
+
+    def forward(self, x):
+        q, k = (layer(x)[:, None] for layer in (self.q, self.k))
+        x = nn.functional.scaled_dot_product_attention(q, k, k, dropout_p=0.1)[:, 0]
+        return {"loss": self.tied(self.twice(self.o(x)).tanh()).square().mean()}
+
+
+def test_gradients_have_the_module_and_the_weight_of_their_forward_product():
+    batch = {"x": torch.randn(2, 16, 32)}
+    found = table(Noisy(), batch)
+    rows = {(row.module, row.role): row for row in found.rows if "mm" in row.operator and row.role != "other"}
+    expected = {(name, role) for name in ("o", "twice", "tied") for role in ROLES}
+    assert set(rows) == expected | {(name, role) for name in "qk" for role in ("forward", "weight gradient")}
+    assert {(name, row.weights[0]) for (name, _), row in rows.items()} == {
+        (name, f"{'twice' if name == 'tied' else name}.weight") for name in ("q", "k", "o", "twice", "tied")
+    }
+    assert {rows[name, role].layer for name in ("twice", "tied") for role in ROLES} == {
+        rows[name, "forward"].value for name in ("twice", "tied")
+    }
+    assert all(row.origin.is_gradient is (role != "forward") for (_, role), row in rows.items())
+    excluded = table(Noisy(), batch, Tensorwise(exclude=("q", "o", "tied")))
+    assert {module for module, _ in eligible(excluded)} == {"k", "twice"}
+
+
+def test_a_weight_made_of_two_weights_gives_no_input_gradient_for_them():
+    class Merged(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w, self.a, self.b = (nn.Parameter(torch.randn(*shape)) for shape in ((32, 48), (16, 48), (32, 16)))
+
+        def forward(self, x):
+            return {"loss": nn.functional.linear(x, self.w + self.b @ self.a).square().mean()}
+
+    found = table(Merged(), {"x": torch.randn(64, 48)})
+    reasons = [row.reason for row in found.rows if row.role == "other"]
+    assert sorted(reasons) == [
+        "gradient of a product of two weights: not supported yet",
+        "gradient of a product of two weights: not supported yet",
+        "product of two weights: not supported yet",
+    ]
+    assert eligible(found) == {("", "forward"), ("", "weight gradient")}
+
+
 def test_the_fused_loss_has_rows_for_its_three_products():
     class Head(nn.Module):
         def __init__(self):
@@ -228,8 +280,10 @@ def test_explain_the_report_and_the_dump_say_it(tmp_path):
     assert "FP8: forward" in step.explain(name)
     text = " ".join(str(report).split())
     assert report.fp8.summary() in text and "excluded by name" in text
+    assert "FP8 products: emulated on the CPU" in text and report.as_dict()["fp8_products"] == report.fp8_products
     report.to_html(tmp_path / "report.html")
-    assert (tmp_path / "report.html").read_text().count('class="fp8"') == len(report.fp8.rows)
+    page = (tmp_path / "report.html").read_text()
+    assert page.count('class="fp8"') == len(report.fp8.rows) and "FP8 products: emulated on the CPU" in page
     (dumped,) = tmp_path.rglob("fp8.txt")
     assert dumped.read_text() == report.fp8.text()
     (record,) = [record for record in report.records if record.name == "tag-fp8"]
@@ -249,3 +303,12 @@ def test_a_model_whose_constants_have_no_values_is_refused():
         model, x = Masked(), torch.randn(16, 16)
     with pytest.raises(UnsupportedError, match=r"on the meta device.* build the model on the CPU"):
         table(model, {"x": x})
+
+
+def test_a_table_says_whether_time_is_saved_or_lost_and_which_products_are_empty():
+    row = Fp8Row("mm", "forward", 0, 64, 32, True, "included", bf16_seconds=1e-5, fp8_seconds=4e-5)
+    assert "1 of 1 products, costs 30.0 us (estimated)" in Fp8Table("tensorwise", "H100", (row,)).summary()
+    faster = replace(row, fp8_seconds=4e-6)
+    assert "saves 6.0 us (estimated)" in Fp8Table("tensorwise", "H100", (faster,)).summary()
+    assert row.shape == "0 x 64 x 32"
+    assert replace(row, columns=0, contraction=0).shape == "no one size"

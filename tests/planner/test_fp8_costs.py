@@ -229,6 +229,22 @@ def test_a_gpu_is_known_by_what_its_driver_calls_it():
     assert {name: class_of_device(name, (9, 0)).name for name in names} == names
 
 
+@pytest.mark.parametrize(
+    ("name", "capability", "like"),
+    [
+        ("NVIDIA L40", (8, 9), "L4"),
+        ("NVIDIA H100 NVL", (9, 0), "H100"),
+        ("NVIDIA GH200 480GB", (9, 0), "H100"),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", (9, 0), "H100"),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", (8, 9), "RTX 4090"),
+    ],
+)
+def test_a_gpu_whose_name_holds_a_known_one_is_another_device(name, capability, like):
+    found = class_of_device(name, capability)
+    assert (found.name, found.like) == (name, like)
+    assert table_file(found.name) != table_file(like)
+
+
 def test_an_unknown_gpu_gets_the_rates_of_its_generation_and_says_so():
     found = class_of_device("NVIDIA H20", (9, 0))
     assert found.name == "NVIDIA H20" and found.bf16_flops == H100.bf16_flops
@@ -281,6 +297,11 @@ def test_a_broken_table_is_an_error_that_says_what_to_do(content):
     table_file("H100").write_text(content)
     with pytest.raises(DataError, match="run graphopt measure-fp8 again"):
         read_table("H100")
+
+
+def test_an_empty_batch_takes_a_call():
+    rates = measured().rates(Rowwise())
+    assert rates.bf16_seconds(0, 64, 64) == rates.fp8_seconds(0, 64, 64) == measured().call_seconds
 
 
 def test_a_time_that_is_no_positive_number_is_refused():

@@ -12,10 +12,23 @@ import graphopt
 from graphopt.errors import UnsupportedError
 from graphopt.fp8 import Rowwise, Tensorwise
 from graphopt.ir.fp8_table import Fp8Row
+from graphopt.passes.tag_fp8 import TagFp8
 from graphopt.planner.fp8_decide import decide_products
-from graphopt.planner.fp8_rules import check_patterns
-from graphopt.precision import Precision
-from tests.support.fp8_tables import ROLES, Block, Layers, block_batch, block_table, eligible, joint, of_layer, table
+from graphopt.planner.fp8_rules import idle_options
+from graphopt.precision import Precision, precision_for, precision_of
+from tests.support.fp8_tables import (
+    ROLES,
+    Block,
+    Layers,
+    block_batch,
+    block_program,
+    block_table,
+    eligible,
+    joint,
+    of_layer,
+    table,
+)
+from tests.support.graphs import run_pass
 
 
 def test_a_head_and_a_router_are_found_by_where_their_results_go():
@@ -146,6 +159,22 @@ def test_products_that_are_kept_in_float32_say_so():
     found = decide_products(joint(model, {"x": torch.randn(16, 32)}, precision), Tensorwise())
     assert of_layer(found, "layers.0")["forward"].reason.startswith("operands are f32, not of two bytes")
     assert ("layers.1", "forward") in eligible(found)
+    reasons = {row.reason for row in found.rows if row.module == "layers.0"}
+    assert reasons == {"operands are f32, not of two bytes: kept by keep_fp32 pattern 'layers.0'"}
+
+
+def test_a_product_of_a_batch_with_a_buffer_says_why_it_is_wide():
+    class Fixed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("table", torch.randn(32, 32))
+            self.layer = nn.Linear(32, 32)
+
+        def forward(self, x):
+            return {"loss": self.layer((x @ self.table).tanh()).square().mean()}
+
+    row = table(Fixed(), {"x": torch.randn(16, 32)}).rows[0]
+    assert row.reason == "operands are f32, not of two bytes: no parameter takes part, and a buffer does"
 
 
 def test_a_double_model_stays_double():
@@ -190,16 +219,42 @@ def test_exclude_goes_before_include():
 
 
 @pytest.mark.parametrize("option", ["exclude", "include"])
-def test_a_pattern_of_no_product_is_an_error_with_close_names(option):
+def test_a_pattern_of_no_module_is_an_error_with_close_names(option):
     with pytest.raises(UnsupportedError, match=f"{option} expects patterns of module paths, came 'worm', .*word"):
-        block_table(Tensorwise(**{option: ("worm",)}))
-    with pytest.raises(UnsupportedError, match=r"came 'norm', which no module with a matrix product matches"):
-        block_table(Tensorwise(**{option: ("norm",)}))
+        precision_for(Block(), precision_of(Tensorwise(**{option: ("worm",)})))
+
+
+def test_options_that_name_no_product_of_a_program_are_told_and_no_error():
+    recipe = Tensorwise(exclude=("norm", "q"), include=("ou*",), skip_last=1)
+    found = idle_options(recipe, [row.module for row in block_table().rows])
+    assert found == {
+        "exclude='norm'": "names no matrix product of this program",
+        "skip_last=1": "no repeated layers in this program",
+    }
+    assert idle_options(Tensorwise(skip_last=1), ["layers.0", "layers.1"]) == {}
+    _, record = run_pass(TagFp8(recipe), block_program())
+    assert {refusal.node for refusal in record.refusals} >= set(found)
 
 
 def test_a_pattern_that_lacks_the_path_before_it_is_told_how_to_write_it():
     with pytest.raises(UnsupportedError, match=r"there are \*\.wo"):
-        check_patterns("exclude", ("wo",), ("layers.0.wo", "layers.1.word"))
+        precision_for(nn.Sequential(Block(), Block()), precision_of(Tensorwise(exclude=("wo",))))
+
+
+def test_the_root_is_named_by_a_star():
+    class Root(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(32, 32))
+
+        def forward(self, x):
+            return {"loss": nn.functional.linear(x, self.weight).square().mean()}
+
+    batch = {"x": torch.randn(16, 32)}
+    left = table(Root(), batch, Tensorwise(exclude=("*",)))
+    assert {row.reason for row in left.rows} == {"excluded by name ('*')"}
+    taken = table(Root(), batch, Tensorwise(include=("*",)))
+    assert {row.reason for row in taken.rows} == {"included by name ('*')"}
 
 
 def test_a_predicate_decides_in_the_place_of_places_and_not_of_names():
@@ -221,6 +276,12 @@ def test_a_predicate_decides_in_the_place_of_places_and_not_of_names():
     assert (facts.rows, facts.columns, facts.contraction, facts.weights) == (32, 32, 32, ("q.weight",))
 
 
+@pytest.mark.parametrize("answer", [None, "yes", 1])
+def test_a_predicate_says_true_or_false(answer):
+    with pytest.raises(UnsupportedError, match=rf"to say True or False .*came {answer!r} for Product"):
+        block_table(Tensorwise(choose=lambda facts: answer))
+
+
 def test_what_a_predicate_raises_is_shown_with_the_facts():
     with pytest.raises(UnsupportedError, match=r"choose raised ZeroDivisionError.*ProductFacts\(module='q', role="):
         block_table(Tensorwise(choose=lambda facts: 1 // 0 == 0))
@@ -232,4 +293,4 @@ def test_first_and_last_layers_are_left_out_by_count():
     assert {module for module, _ in eligible(found)} == {"layers.1"}
     assert of_layer(found, "layers.3")["forward"].reason == "among the last 2 of 4 layers (skip_last)"
     with pytest.raises(UnsupportedError, match="skip_first=1, skip_last=0 expect layers with numbers"):
-        block_table(Tensorwise(skip_first=1))
+        table(Block(), block_batch(), Tensorwise(skip_first=1))

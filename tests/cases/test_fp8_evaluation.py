@@ -1,0 +1,72 @@
+"""Evaluation beside training in FP8: it computes what training does, and may run less of the model."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+import graphopt
+from graphopt.fp8 import Tensorwise
+from graphopt.operators.fp8 import MATMUL
+from graphopt.planner.fp8_measured import MeasuredProduct, MeasuredTable, write_table
+from graphopt.planner.machine_rates import CACHE_VARIABLE
+
+
+class Auxiliary(nn.Module):
+    """A layer, and numbered ones with a loss that training alone computes."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.aux = nn.Linear(32, 32), nn.ModuleList(nn.Linear(32, 32) for _ in range(2))
+
+    def forward(self, x, target):
+        hidden = self.body(x)
+        loss = (hidden - target).square().mean()
+        if self.training:
+            loss = loss + sum((layer(hidden) - target).square().mean() for layer in self.aux)
+        return {"loss": loss}
+
+
+def num_products(program):
+    return sum(node.target is MATMUL for node in program.ops())
+
+
+def test_options_that_name_what_training_alone_runs_are_no_mistake_in_evaluation():
+    module = graphopt.compile(
+        Auxiliary(), ["loss"], precision=Tensorwise(exclude=("aux.0",), skip_last=1), backend="aten"
+    )
+    batch = {"x": torch.randn(16, 32), "target": torch.randn(16, 32)}
+    module(**batch).loss.backward()
+    assert {row.module for row in module.program.fp8.eligible} == {"body"}
+    module.eval()
+    with torch.no_grad():
+        module(**batch)
+    assert [row.module for row in module.program.fp8.rows] == ["body"] and num_products(module.program) == 1
+
+
+class Layers(nn.Module):
+    """Two layers whose loss makes neither a head."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x, target):
+        return {"loss": (self.second(self.first(x).tanh()) - target).square().mean()}
+
+
+def test_evaluation_takes_the_products_of_training_where_costs_decide(tmp_path, monkeypatch):
+    # A call costs so much that the forward product alone does not pay for what it quantizes, the three of a layer do.
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path))
+    write_table(MeasuredTable("H100", True, 1e15, 1.5e-4, (MeasuredProduct(64, 64, 64, 1e-3, 5e-4, 5e-4, 5e-4),)))
+    optimizer = graphopt.optim.SGD(lr=0.0)
+    step, alone = (
+        graphopt.compile(Layers(), ["loss"], optimizer=optimizer, precision=Tensorwise(target="H100"), backend="aten")
+        for _ in range(2)
+    )
+    batch = {"x": torch.randn(64, 64), "target": torch.randn(64, 64)}
+    trained = step(**batch).loss
+    assert torch.equal(step.eval(**batch).loss, trained)
+    assert not torch.equal(alone.eval(**batch).loss, trained)
