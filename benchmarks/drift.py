@@ -38,6 +38,7 @@ FLOAT32, BFLOAT16 = "float32", "bf16"
 COMPANDED, DYNAMIC = "8 bits, companded", "8 bits, dynamic"
 _DEFAULT_STEPS = 1000
 _DEFAULT_SEEDS = 3
+_NUM_LOSSES = 10
 _NUM_HELD_OUT_BATCHES = 16
 _WARM_UP_SHARE = 0.1
 _LAST_FACTOR = 0.1
@@ -122,18 +123,8 @@ def train(recipe: DriftRecipe, state: str, seed: int, data: TextData) -> DriftFi
     step = graphopt.compile(
         model, outputs=["loss"], optimizer=optimizer, clip_grad_norm=recipe.clip_grad_norm, backend="aten"
     )
-    schedule = torch.optim.lr_scheduler.LambdaLR(step.optimizer, schedule_factor(recipe.steps))
-    generator = torch.Generator().manual_seed(seed)
-    losses = []
-    started = time.perf_counter()
-    for position in range(1, recipe.steps + 1):
-        ids = data.train_batch(generator)
-        step(ids=ids, labels=ids)
-        schedule.step()
-        if position == recipe.steps or position % max(1, recipe.steps // 10) == 0:
-            losses.append(held_out_loss(step, data))
-    seconds = time.perf_counter() - started
-    return DriftFigures(state, seed, recipe.steps, tuple(losses), _state_bytes(step), seconds)
+    losses, seconds = train_and_evaluate(step, recipe.steps, seed, data)
+    return DriftFigures(state, seed, recipe.steps, losses, _state_bytes(step), seconds)
 
 
 def measure_drift(recipe: DriftRecipe, seeds: Sequence[int], text: bytes) -> Iterator[Row[DriftFigures]]:
@@ -193,6 +184,21 @@ def drift_checks(figures: Sequence[DriftFigures]) -> tuple[Check, ...]:
 def _ratio(figure: float, base: float) -> float:
     """``figure / base``; without a spread to compare with only what is not above 0 is within it."""
     return figure / base if base else math.copysign(math.inf, figure) if figure else 0.0
+
+
+def train_and_evaluate(step: Any, steps: int, seed: int, data: TextData) -> tuple[tuple[float, ...], float]:
+    """Held-out losses after each tenth of ``steps``, on batches that ``seed`` chooses, and the seconds of it all."""
+    schedule = torch.optim.lr_scheduler.LambdaLR(step.optimizer, schedule_factor(steps))
+    generator = torch.Generator().manual_seed(seed)
+    losses = []
+    started = time.perf_counter()
+    for position in range(1, steps + 1):
+        ids = data.train_batch(generator)
+        step(ids=ids, labels=ids)
+        schedule.step()
+        if position == steps or position % max(1, steps // _NUM_LOSSES) == 0:
+            losses.append(held_out_loss(step, data))
+    return tuple(losses), time.perf_counter() - started
 
 
 def schedule_factor(steps: int) -> Callable[[int], float]:

@@ -11,7 +11,6 @@ and settings may be run by one process each.
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -23,7 +22,7 @@ import typer
 import graphopt
 from benchmarks.checks_table import checks_table
 from benchmarks.command import Results, console, run_command, with_progress
-from benchmarks.drift import held_out_loss, schedule_factor
+from benchmarks.drift import train_and_evaluate
 from benchmarks.fp8_training_table import BFLOAT16, Fp8TrainingFigures, TrainingRow, training_checks, training_table
 from benchmarks.machine import this_machine
 from benchmarks.rows import RESULTS, Row, Subject, load_rows
@@ -35,7 +34,6 @@ from graphopt.train.text_data import TextData, WindowShape, load_text, split_tex
 
 _DEFAULT_STEPS = 1000
 _DEFAULT_SEEDS = "0,1,2"
-_NUM_LOSSES = 10
 
 PRECISIONS: Mapping[str, str | Recipe] = {
     BFLOAT16: "bf16",
@@ -76,23 +74,13 @@ def train(setting: TrainingSetting, recipe: str, seed: int, data: TextData) -> F
         clip_grad_norm=setting.clip_grad_norm,
         backend="aten",
     )
-    schedule = torch.optim.lr_scheduler.LambdaLR(step.optimizer, schedule_factor(setting.steps))
-    generator = torch.Generator().manual_seed(seed)
-    losses = []
-    started = time.perf_counter()
-    for position in range(1, setting.steps + 1):
-        ids = data.train_batch(generator)
-        step(ids=ids, labels=ids)
-        schedule.step()
-        if position == setting.steps or position % max(1, setting.steps // _NUM_LOSSES) == 0:
-            losses.append(held_out_loss(step, data))
-    seconds = time.perf_counter() - started
+    losses, seconds = train_and_evaluate(step, setting.steps, seed, data)
     table = step.report().fp8
     return Fp8TrainingFigures(
         recipe=recipe,
         seed=seed,
         steps=setting.steps,
-        losses=tuple(losses),
+        losses=losses,
         num_fp8_products=len(table.eligible),
         num_products=len(table.rows),
         skipped_updates=step.state.skipped,
