@@ -26,7 +26,6 @@ what ``Merger`` in ir/merging.py refuses.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -36,6 +35,7 @@ from torch import fx
 
 from graphopt.ir import ops
 from graphopt.ir.erase import erase_dead
+from graphopt.ir.fp8_codes import is_quantize, make_one_layout, makes_both_layouts
 from graphopt.ir.fp8_products import is_transposition
 from graphopt.ir.merging import Merger, same_tensor
 from graphopt.ir.program import Program
@@ -55,7 +55,9 @@ class FoldQuantize(Pass):
 
     def apply(self, program: Program) -> Changes:
         """Fold in graph order until nothing is left to fold."""
-        return until_stable(program, _fold_once)
+        folded = until_stable(program, _fold_once)
+        narrowed = until_stable(program, _narrow_once)
+        return Changes(folded.count + narrowed.count, folded.refusals)
 
 
 def _fold_once(program: Program) -> Changes:
@@ -69,7 +71,6 @@ def _fold_once(program: Program) -> Changes:
             count += folded
             if objection is not None:
                 refusals.append(Refusal.at(node, objection))
-        count += _narrow(program, merger, node)
     return Changes(count, tuple(refusals))
 
 
@@ -132,29 +133,19 @@ def _dequantized(node: fx.Node) -> tuple[fx.Node | None, bool]:
 # ---- copies that nobody reads ------------------------------------------------------------------------------------
 
 
-def _narrow(program: Program, merger: Merger, node: fx.Node) -> int:
-    """Drop a quantize operator that nobody reads, or the layout of two that nobody reads; the number of changes."""
-    copies = tuple(_copies(node))
-    if not copies:
-        return 0
-    read = {user.args[1] for user in node.users if user.users}
-    wanted = [copy for copy in copies if read & {copy.codes, copy.scale}]
-    if len(wanted) == len(copies):
-        return 0
-    if wanted:
-        _make_alone(program, merger, node, wanted[0])
-    else:
-        erase_dead(program, list(node.users) or [node])
-    return 1
-
-
-def _make_alone(program: Program, merger: Merger, both: fx.Node, copy: _Copy) -> None:
-    """Let an operator that makes only ``copy`` take the place of ``both``."""
-    args: Any = both.args
-    target = QUANTIZE_TRANSPOSED if copy.is_transposed else QUANTIZE
-    alone = program.insert_before(both, target, args[0], args[1], list(copy.grid), args[4])
-    for user in tuple(both.users):
-        if user.users:
-            place = 0 if user.args[1] == copy.codes else 1
-            merger.substitute(user, program.insert_before(both, operator.getitem, alone, place))
-    erase_dead(program, list(both.users) or [both])
+def _narrow_once(program: Program) -> Changes:
+    """Drop quantize operators that nobody reads, and of two layouts the one that nobody reads."""
+    count = 0
+    for node in program.ops():
+        if not is_quantize(node):
+            continue
+        unread = [part for part in node.users if not part.users]
+        if len(unread) == len(node.users):
+            erase_dead(program, unread or [node])
+            count += 1
+        elif makes_both_layouts(node):
+            # Parts that nobody reads go even where both layouts stay, which is a change of the text too.
+            count += make_one_layout(program, node) or bool(unread)
+    if count:
+        program.refresh()
+    return Changes(count)
