@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import fx
 
+from graphopt.ir import ops
 from graphopt.ir.program import Program
 from graphopt.ir.spec import InputKind, TensorSpec
 
@@ -39,7 +41,8 @@ def random_inputs(program: Program, *, seed: int = _SEED) -> tuple[Any, ...]:
 def differences(before: Program, after: Program, inputs: Sequence[Any], *, tolerance: float) -> tuple[Difference, ...]:
     """Outputs of ``after`` that differ from ``before`` by more than ``tolerance`` of the output's largest value.
 
-    Both run from the same generator state on copies of ``inputs``. Tolerance 0 means bit-equal, NaN equal to NaN.
+    Both run from the same generator state on copies of ``inputs``, with uninitialised memory filled alike: what happens
+    to lie in it is no difference. Tolerance 0 means bit-equal, NaN equal to NaN.
     """
     expected = _run_isolated(before, inputs)
     actual = _run_isolated(after, inputs)
@@ -55,9 +58,25 @@ def differences(before: Program, after: Program, inputs: Sequence[Any], *, toler
 
 def _run_isolated(program: Program, inputs: Sequence[Any]) -> tuple[Any, ...]:
     copies = [value.clone() if isinstance(value, torch.Tensor) else value for value in inputs]
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(), torch.no_grad():
         torch.manual_seed(_SEED)
-        return program.run(copies)
+        return tuple(_FillingInterpreter(program.module).run(*copies, enable_io_processing=False))
+
+
+class _FillingInterpreter(fx.Interpreter):
+    """Runs a graph with NaN, or the largest integer, wherever memory is uninitialised: no value passes for it."""
+
+    def run_node(self, n: fx.Node) -> Any:
+        result = super().run_node(n)
+        if ops.is_uninitialised(n):
+            result.fill_(_least_likely(result.dtype))
+        return result
+
+
+def _least_likely(dtype: torch.dtype) -> float | int | bool:
+    if dtype.is_floating_point or dtype.is_complex:
+        return float("nan")
+    return True if dtype is torch.bool else torch.iinfo(dtype).max
 
 
 def _difference(left: Any, right: Any, name: str, kind: str) -> Difference | None:
