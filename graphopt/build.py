@@ -15,7 +15,7 @@ from graphopt.capture.ambient import without_autocast
 from graphopt.capture.batch import BatchBinder, BoundBatch
 from graphopt.capture.differentiate import differentiable_outputs, differentiate
 from graphopt.capture.export import Captured, OutputRequest, capture_program
-from graphopt.capture.fp8_scaling import watch_module, watch_step
+from graphopt.capture.fp8_scaling import read_history, watch_module, watch_step
 from graphopt.capture.loss_weight import LossWeight, find_loss_weight
 from graphopt.capture.update import UpdateRequest, append_update, window_update_program
 from graphopt.capture.window_weights import split_weights
@@ -234,11 +234,14 @@ class Builder:
         """The forward alone, its products as training has them, ready for the passes of a step."""
         program = captured.program.copy()
         program.stage = Stage.JOINT  # a joint program without gradients: what decides about products is written for it
-        passes = inference_passes(self.precision)
-        if passes:
+        recipe = self.options.precision.fp8
+        if recipe is not None:
             program.fp8 = Fp8Table(trained=self._trained)
             with without_autocast():
-                program = self.run_passes(program, Stage.JOINT, dump, Pipeline(passes))
+                program = self.run_passes(program, Stage.JOINT, dump, Pipeline(inference_passes(self.precision)))
+                program = read_history(program, recipe)
+            if dump is not None and program.fp8.rows:
+                dump.attach("fp8.txt", program.fp8.text())
         program.stage = Stage.STEP
         return program
 
