@@ -61,6 +61,8 @@ class StepBuilder(Protocol):
     options: Any
     dump_folders: list[Path]
 
+    @property
+    def has_trained(self) -> bool: ...
     def gradient(self, batch: BoundBatch, *, wrt: Sequence[str], title: str) -> Any: ...
     def step(self, built: Any, request: UpdateRequest) -> Executable: ...
     def micro_step(self, built: Any, *, reserved_bytes: int) -> Any: ...
@@ -118,7 +120,7 @@ class TrainStep:
         with eval_mode(self.model):
             view = self._view()
             captured, executable, _ = self.evaluations.get(
-                (batch_key(bound), view.key, ambient_key()),
+                (batch_key(bound), view.key, ambient_key(), self.builder.has_trained),
                 lambda: (*self.builder.evaluation(bound), view.modules),
                 describe=describe_batch(bound),
             )
