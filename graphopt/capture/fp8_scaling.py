@@ -32,6 +32,7 @@ from graphopt.ir.fp8_watch import (
 from graphopt.ir.liveness import forward_end
 from graphopt.ir.program import Program
 from graphopt.ir.spec import Input, InputKind, Output, OutputKind, TensorSpec
+from graphopt.ir.widening import before_widening
 from graphopt.optim.base import Emit
 
 aten = torch.ops.aten
@@ -192,10 +193,10 @@ def _digest(program: Program, tensor: QuantizedTensor) -> fx.Node:
 
 
 def _gradients(program: Program) -> dict[str, fx.Node]:
-    """The gradients that have elements, by parameter."""
+    """The gradients that have elements, by parameter, each as it was computed."""
     outputs = zip(program.output_values(), program.signature.outputs, strict=True)
     return {
-        output.name: value
+        output.name: before_widening(program, value)
         for value, output in outputs
         if output.kind is OutputKind.GRAD and isinstance(value, fx.Node) and program.spec(value).numel
     }
