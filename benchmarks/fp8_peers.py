@@ -2,7 +2,7 @@
 
 ``python -m benchmarks.fp8_peers [--width 512] [--tokens 1024] [--layers 4]``
 
-One model in bf16, forward and backward, no optimizer; every way trains the same weights on the same batch, blocks in FP8
+One model in bf16, forward and backward, no optimizer; every way trains the same weights on one batch, blocks in FP8
 and the head not. torchao as it comes and under torch.compile, which computes pointwise values again as it sees fit;
 graphopt computes nothing again, but in the way that says which checkpoints it has. Peaks are the allocator's
 events above parameters and batch; what a block adds is the peak of ``layers`` blocks less that of one block fewer. On a
