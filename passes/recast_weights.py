@@ -63,7 +63,7 @@ time in which its memory would be held."""
 @dataclass(frozen=True)
 class _Use:
     """``user`` reads ``value``: the copy itself, or a view of it, perhaps padded. ``position``: where among all calls;
-    ``seconds``: what making ``value`` again takes.
+    ``seconds``: what making ``value`` again takes, views left out.
     """
 
     user: fx.Node
@@ -172,7 +172,9 @@ def _uses(copy: _Copy, position: dict[fx.Node, int], seconds: dict[fx.Node, floa
 
     def reads(value: fx.Node, again_seconds: float) -> Iterator[_Use]:
         for user in value.users:
-            if ops.is_view(user) or is_padding(user):
+            if ops.is_view(user):
+                yield from reads(user, again_seconds)
+            elif is_padding(user):
                 yield from reads(user, again_seconds + seconds[user])
             elif user in position:
                 yield _Use(user, value, position[user], again_seconds)
