@@ -21,6 +21,7 @@ ROOT = Path(__file__).resolve().parents[1]
 IMPORTS: dict[str, frozenset[str]] = {
     "errors": frozenset(),
     "version": frozenset(),
+    "torch_range": frozenset(),
     "kernels": frozenset(),
     "operators": frozenset({"kernels"}),
     "fp8": frozenset({"errors"}),
@@ -77,6 +78,7 @@ IMPORTS: dict[str, frozenset[str]] = {
         {
             "errors",
             "version",
+            "torch_range",
             "optim",
             "loss_scale",
             "fp8",

@@ -11,7 +11,7 @@ from torch import fx
 from graphopt.ir import ops
 from graphopt.ir.fp8_codes import CODE_DTYPES, is_quantize
 from graphopt.ir.fp8_products import OperandKind, OperandKinds
-from graphopt.ir.fp8_watch import WEIGHT_HISTORY
+from graphopt.ir.fp8_watch import CALL_MARK, WEIGHT_HISTORY
 from graphopt.ir.program import Program
 from graphopt.ir.spec import InputKind, OutputKind
 from graphopt.operators.fp8 import MATMUL, QUANTIZE, QUANTIZE_BOTH, QUANTIZE_TRANSPOSED
@@ -108,7 +108,7 @@ class _Namer:
             module = self._module(products or [source], role)
             name = f"{module}.{role}" if module else str(role)
         self.times[name] = times = self.times.get(name, 0) + 1
-        return QuantizedTensor(name if times == 1 else f"{name}#{times}", role, quantizers)
+        return QuantizedTensor(name if times == 1 else f"{name}{CALL_MARK}{times}", role, quantizers)
 
     def _role(self, source: fx.Node, products: Sequence[fx.Node]) -> Role:
         match self.kinds.of(source):
