@@ -15,7 +15,7 @@ from graphopt.capture.ambient import without_autocast
 from graphopt.capture.batch import BatchBinder, BoundBatch
 from graphopt.capture.differentiate import differentiable_outputs, differentiate
 from graphopt.capture.export import Captured, OutputRequest, capture_program
-from graphopt.capture.fp8_scaling import watch_module, watch_step
+from graphopt.capture.fp8_scaling import read_history, watch_module, watch_step
 from graphopt.capture.loss_weight import LossWeight, find_loss_weight
 from graphopt.capture.update import UpdateRequest, append_update, window_update_program
 from graphopt.capture.window_weights import split_weights
@@ -91,6 +91,11 @@ class Builder:
         self.dump_folders: list[Path] = []
         self._trained = NOTHING_TRAINED
         self._weight_programs: dict[str, Executable] = {}
+
+    @property
+    def has_trained(self) -> bool:
+        """Whether training has decided about FP8 products, which evaluations compiled from now on take over."""
+        return bool(self._trained.decisions)
 
     def pipeline(self, stage: Stage, reserved_bytes: int = 0, margin_bytes: int = 0) -> Pipeline:
         """The passes of a stage: the default ones unless options name others."""
@@ -234,11 +239,14 @@ class Builder:
         """The forward alone, its products as training has them, ready for the passes of a step."""
         program = captured.program.copy()
         program.stage = Stage.JOINT  # a joint program without gradients: what decides about products is written for it
-        passes = inference_passes(self.precision)
-        if passes:
+        recipe = self.options.precision.fp8
+        if recipe is not None:
             program.fp8 = Fp8Table(trained=self._trained)
             with without_autocast():
-                program = self.run_passes(program, Stage.JOINT, dump, Pipeline(passes))
+                program = self.run_passes(program, Stage.JOINT, dump, Pipeline(inference_passes(self.precision)))
+                program = read_history(program, recipe)
+            if dump is not None and program.fp8.rows:
+                dump.attach("fp8.txt", program.fp8.text())
         program.stage = Stage.STEP
         return program
 

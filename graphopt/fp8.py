@@ -75,8 +75,6 @@ class Recipe:
     decides: Decides = "auto"
 
     name: ClassVar[str] = "recipe"
-    has_state: ClassVar[bool] = False
-    """Whether scales depend on earlier micro-steps."""
 
     def __post_init__(self) -> None:
         if type(self) is Recipe:
@@ -152,7 +150,6 @@ class Delayed(Recipe):
     margin: int = 0
     algo: History = "max"
     name: ClassVar[str] = "delayed"
-    has_state: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()

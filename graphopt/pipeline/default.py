@@ -91,11 +91,8 @@ def fp8_passes(precision: Precision) -> tuple[Pass, ...]:
 
 
 def inference_passes(precision: Precision) -> tuple[Pass, ...]:
-    """The passes that put a forward that is not differentiated into FP8, as training has it; none without a recipe.
-
-    Nor for a recipe whose scales are state of the step: evaluation neither changes it nor computes with a stale one.
-    """
-    if precision.fp8 is None or precision.fp8.has_state:
+    """The passes that put a forward that is not differentiated into FP8, as training has it; none without a recipe."""
+    if precision.fp8 is None:
         return ()
     return (SplitLinear(), *fp8_passes(precision))  # before tagging, which counts products of matrices
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 
@@ -57,16 +58,34 @@ class Layers(nn.Module):
         return {"loss": (self.second(self.first(x).tanh()) - target).square().mean()}
 
 
-def test_evaluation_takes_the_products_of_training_where_costs_decide(tmp_path, monkeypatch):
-    # A call costs so much that the forward product alone does not pay for what it quantizes, the three of a layer do.
+BATCH = {"x": torch.randn(64, 64), "target": torch.randn(64, 64)}
+
+
+@pytest.fixture
+def costly_quantization(tmp_path, monkeypatch):
+    """The forward product of a layer alone does not pay for what it quantizes, its three products do."""
     monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path))
     write_table(MeasuredTable("H100", True, 1e15, 1.5e-4, (MeasuredProduct(64, 64, 64, 1e-3, 5e-4, 5e-4, 5e-4),)))
+
+
+def test_evaluation_takes_the_products_of_training_where_costs_decide(costly_quantization):
     optimizer = graphopt.optim.SGD(lr=0.0)
     step, alone = (
         graphopt.compile(Layers(), ["loss"], optimizer=optimizer, precision=Tensorwise(target="H100"), backend="aten")
         for _ in range(2)
     )
-    batch = {"x": torch.randn(64, 64), "target": torch.randn(64, 64)}
-    trained = step(**batch).loss
-    assert torch.equal(step.eval(**batch).loss, trained)
-    assert not torch.equal(alone.eval(**batch).loss, trained)
+    trained = step(**BATCH).loss
+    assert torch.equal(step.eval(**BATCH).loss, trained)
+    assert not torch.equal(alone.eval(**BATCH).loss, trained)
+    alone(**BATCH)
+    assert torch.equal(alone.eval(**BATCH).loss, trained)  # what was compiled before any training is not used again
+
+
+def test_a_module_evaluated_before_training_takes_its_products_too(costly_quantization):
+    module = graphopt.compile(Layers(), ["loss"], precision=Tensorwise(target="H100"), backend="aten")
+    losses = []
+    for _ in range(2):
+        with torch.no_grad():
+            losses.append(module(**BATCH).loss)
+        trained = module(**BATCH).loss.detach()
+    assert not torch.equal(losses[0], trained) and torch.equal(losses[1], trained)
