@@ -30,12 +30,21 @@ def can_fuse(node: fx.Node) -> bool:
 
     Blocks must be whole: the C++ backend of torch 2.13 splits a loop of 200 by blocks of 128 and forgets the last 72.
     On CUDA nothing that stores a transpose: Triton miscompiles transposed stores of FP8 values behind a reduction
-    (https://github.com/triton-lang/triton/issues/11111), which our own kernels avoid and Inductor does not.
+    (https://github.com/triton-lang/triton/issues/11111), which our own kernels avoid and Inductor does not; and no
+    codes where Triton would round twice.
     """
     if not ops.is_fp8_cast(node) or not _has_whole_blocks(node):
         return False
-    on_cuda = any(argument.meta["val"].device.type == "cuda" for argument in node.all_input_nodes)
-    return not on_cuda or node.target not in _STORES_TRANSPOSED
+    device = node.all_input_nodes[0].meta["val"].device
+    if device.type != "cuda" or node.target is fp8.DEQUANTIZE:
+        return True
+    return node.target not in _STORES_TRANSPOSED and _triton_rounds_once(device)
+
+
+def _triton_rounds_once(device: torch.device) -> bool:
+    from graphopt.kernels.fp8_launch_triton import has_conversion  # Triton exists on Linux alone
+
+    return has_conversion(device)
 
 
 def _has_whole_blocks(node: fx.Node) -> bool:
