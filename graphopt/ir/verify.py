@@ -34,8 +34,17 @@ def check_structure(program: Program) -> None:
 def check_functional(program: Program) -> None:
     """Raise ProgramError if an operator writes into its argument."""
     for node in program.ops():
-        if ops.is_mutating(node) or ops.writes_running_statistics(node):
+        if _writes(node):
             raise node_error(program, node, "an in-place operator before the last pass; programs are functional")
+
+
+def is_functional(program: Program) -> bool:
+    """Whether no operator writes into its argument."""
+    return not any(map(_writes, program.ops()))
+
+
+def _writes(node: fx.Node) -> bool:
+    return ops.is_mutating(node) or ops.writes_running_statistics(node)
 
 
 def check_inference(program: Program) -> None:
