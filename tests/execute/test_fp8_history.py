@@ -9,7 +9,9 @@ from graphopt.execute.fp8_history import Fp8History
 
 def test_a_tensor_that_changes_tables_keeps_its_row():
     history = Fp8History(2)
-    history.table("values", ("input", "noisy.weight"), torch.device("cpu")).copy_(torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
+    history.table("values", ("input", "noisy.weight"), torch.device("cpu")).copy_(
+        torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    )
     assert history.table("weights", ("noisy.weight",), torch.device("cpu")).tolist() == [[3.0, 4.0]]
     history.table("weights", ("noisy.weight",), torch.device("cpu")).fill_(5.0)
     assert {name: row.tolist() for name, row in history.rows().items()} == {
