@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from graphopt.capture.fp8_delayed import delay, history_scales, is_delayable
-from graphopt.capture.fp8_tensors import QuantizedTensor, Role, quantized_tensors
+from graphopt.capture.fp8_tensors import QuantizedTensor, depends_on_parameters_alone, quantized_tensors
 from graphopt.capture.trace import fake_like
 from graphopt.fp8 import Delayed, Recipe
 from graphopt.ir import ops
@@ -32,11 +32,15 @@ from graphopt.ir.fp8_watch import (
 from graphopt.ir.liveness import forward_end
 from graphopt.ir.program import Program
 from graphopt.ir.spec import Input, InputKind, Output, OutputKind, TensorSpec
+from graphopt.ir.widening import before_widening
 from graphopt.optim.base import Emit
 
 aten = torch.ops.aten
 
 _EXTREMES = (aten.amax.default, aten.amin.default)
+
+SCALED_BY_HISTORY = "; scaled by what training has seen of each operand, by its present values where that is nothing"
+"""What an evaluation adds to the reason of a product in FP8."""
 
 
 def watch_step(joint: Program, recipe: Recipe, *, gradients: bool = False) -> Program:
@@ -50,8 +54,9 @@ def watch_step(joint: Program, recipe: Recipe, *, gradients: bool = False) -> Pr
     tensors = quantized_tensors(program)
     if not tensors:
         return program
-    weights = tuple(tensor for tensor in tensors if tensor.role is Role.WEIGHT)
-    values = tuple(tensor for tensor in tensors if tensor.role is not Role.WEIGHT)
+    lasting = depends_on_parameters_alone(program)
+    weights = tuple(tensor for tensor in tensors if tensor.quantizers[0] in lasting)
+    values = tuple(tensor for tensor in tensors if tensor.quantizers[0] not in lasting)
     seen: dict[str, fx.Node] = {}
     delayed: dict[str, tuple[str, ...]] = {}
     for name, members in ((WEIGHT_HISTORY, weights), (HISTORY, values)):
@@ -86,19 +91,38 @@ def watch_module(joint: Program, recipe: Recipe) -> Program:
     late = _delayable(quantized_tensors(program), recipe)
     if not late:
         return program
-    assert isinstance(recipe, Delayed), "only that recipe has a history"
     early = set(program.ops()[: forward_end(program)])
     parts = [[tensor for tensor in late if (tensor.quantizers[0] in early) is is_early] for is_early in (True, False)]
-    late = (*parts[0], *parts[1])
-    scales = _add_state(program, SCALES, TensorSpec((len(late),), torch.float32, (1,), _device(program, late)))
-    seen = delay(program, scales, late, recipe)
+    seen = _delay_by_input(program, (*parts[0], *parts[1]), recipe)
     for name, members in zip((FP8_AMAX, FP8_AMAX_BACKWARD), parts, strict=True):
         if members:
             _add_output(program, _stacked(program, [seen[tensor.name] for tensor in members]), name)
-    names = tuple(tensor.name for tensor in late)
-    formats = tuple(tensor.format for tensor in late)
-    program.fp8 = replace(program.fp8, watch=Fp8Watch(names, delayed=names, formats=formats))
+    watch = program.fp8.watch
+    program.fp8 = replace(program.fp8, watch=replace(watch, reported=watch.delayed))
     return program
+
+
+def read_history(forward: Program, recipe: Recipe) -> Program:
+    """``forward``, which nobody differentiates: with Delayed, SCALES is an input, and the rows say so.
+
+    Nothing that it sees is an output, so that histories stay as they are.
+    """
+    program = forward.copy()
+    late = _delayable(quantized_tensors(program), recipe)
+    if late:
+        _delay_by_input(program, late, recipe)
+        rows = (replace(row, reason=row.reason + SCALED_BY_HISTORY) if row.is_fp8 else row for row in program.fp8.rows)
+        program.fp8 = replace(program.fp8, rows=tuple(rows))
+    return program
+
+
+def _delay_by_input(program: Program, late: Sequence[QuantizedTensor], recipe: Recipe) -> dict[str, fx.Node]:
+    """Let ``late`` be quantized by SCALES, a new input; by name, the largest absolute value of each, f32[]."""
+    assert isinstance(recipe, Delayed), "only that recipe has a history"
+    scales = _add_state(program, SCALES, TensorSpec((len(late),), torch.float32, (1,), _device(program, late)))
+    names, formats = tuple(tensor.name for tensor in late), tuple(tensor.format for tensor in late)
+    program.fp8 = replace(program.fp8, watch=Fp8Watch(delayed=names, formats=formats))
+    return delay(program, scales, late, recipe)
 
 
 def weight_amax(program: Program) -> fx.Node:
@@ -170,10 +194,10 @@ def _digest(program: Program, tensor: QuantizedTensor) -> fx.Node:
 
 
 def _gradients(program: Program) -> dict[str, fx.Node]:
-    """The gradients that have elements, by parameter."""
+    """The gradients that have elements, by parameter, each as it was computed."""
     outputs = zip(program.output_values(), program.signature.outputs, strict=True)
     return {
-        output.name: value
+        output.name: before_widening(program, value)
         for value, output in outputs
         if output.kind is OutputKind.GRAD and isinstance(value, fx.Node) and program.spec(value).numel
     }

@@ -6,6 +6,7 @@ Tensors are known by name. A program gets the rows of its tensors as one table; 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,10 @@ from typing import Any
 import torch
 
 from graphopt.errors import StateError
+from graphopt.fp8 import Delayed
+from graphopt.ir.fp8_watch import CALL_MARK, Fp8Watch
+from graphopt.kernels.fp8_format import FORMATS
+from graphopt.operators.fp8_history import history_scales
 
 
 @dataclass
@@ -36,10 +41,23 @@ class Fp8History:
         table = self._tables.get(state_name)
         if table is None or table.names != names:
             self._park(state_name)
+            self._park_those_with(names)
             table = self._tables[state_name] = _Table(names, self._assembled(names, device))
         if table.values.device != device:
             table.values = table.values.to(device)
         return table.values
+
+    def as_it_stands(self, names: Sequence[str], device: torch.device) -> torch.Tensor:
+        """The rows of ``names``, f32[T,H], new, for a program that moves none; zeros for a tensor without one.
+
+        Names count the calls of a module. Where training quantizes another number of them, which is which is not
+        known: these tensors are given none.
+        """
+        rows = self._rows()
+        trained, asked = Counter(map(_without_call, rows)), Counter(map(_without_call, names))
+        known = {name for name in rows if trained[_without_call(name)] == asked[_without_call(name)]}
+        nothing = torch.zeros(self.length, device=device)
+        return torch.stack([rows[name].to(device) if name in known else nothing for name in names])
 
     def put(self, names: tuple[str, ...], values: torch.Tensor) -> None:
         """Let the rows of ``names`` be ``values`` f32[T,H]."""
@@ -47,26 +65,34 @@ class Fp8History:
         if table is not None:
             table.values.copy_(values)
             return
-        for state_name in [key for key, other in self._tables.items() if not set(names).isdisjoint(other.names)]:
-            self._park(state_name)
+        self._park_those_with(names)
         self._parked.update(zip(names, (self._fitted(row) for row in values), strict=True))
 
     def rows(self) -> dict[str, torch.Tensor]:
         """A copy of the row f32[H] of every tensor, by name."""
-        live = {
-            name: row for table in self._tables.values() for name, row in zip(table.names, table.values, strict=True)
-        }
-        return {name: row.clone() for name, row in sorted({**self._parked, **live}.items())}
+        return {name: row.clone() for name, row in sorted(self._rows().items())}
 
     def load(self, rows: Mapping[str, torch.Tensor]) -> None:
         """Take over ``rows``; of longer ones the latest values, shorter ones are filled up with nothing seen."""
         self._tables.clear()
         self._parked = {name: self._fitted(row) for name, row in rows.items()}
 
+    def _rows(self) -> dict[str, torch.Tensor]:
+        live = {
+            name: row for table in self._tables.values() for name, row in zip(table.names, table.values, strict=True)
+        }
+        return {**self._parked, **live}
+
     def _park(self, state_name: str) -> None:
         table = self._tables.pop(state_name, None)
         if table is not None:
             self._parked.update(zip(table.names, table.values.clone().unbind(), strict=True))
+
+    def _park_those_with(self, names: tuple[str, ...]) -> None:
+        """Park each table that has a row of ``names``: a tensor that noise is part of in training alone changes
+        tables."""
+        for state_name in [key for key, table in self._tables.items() if not set(names).isdisjoint(table.names)]:
+            self._park(state_name)
 
     def _assembled(self, names: tuple[str, ...], device: torch.device) -> torch.Tensor:
         rows = [self._parked.pop(name, None) for name in names]
@@ -78,6 +104,16 @@ class Fp8History:
         kept = min(self.length, row.numel())
         fitted[:kept] = row[:kept]
         return fitted
+
+
+def scales_of(table: torch.Tensor, watch: Fp8Watch, recipe: Delayed) -> torch.Tensor:
+    """f32[T], new: the scales that follow from ``table`` f32[T,H], for tensors of the formats in ``watch``."""
+    largest = [FORMATS[name].largest for name in watch.formats]
+    return history_scales(table, largest, recipe.margin, recipe.algo == "most_recent", recipe.power_of_two)
+
+
+def _without_call(name: str) -> str:
+    return name.partition(CALL_MARK)[0]
 
 
 def saved_rows(rows: Mapping[str, torch.Tensor]) -> dict[str, Any]:

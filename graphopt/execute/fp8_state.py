@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from graphopt.errors import StateError
-from graphopt.execute.fp8_history import Fp8History, checked_rows, saved_rows
+from graphopt.execute.fp8_history import Fp8History, checked_rows, saved_rows, scales_of
 from graphopt.execute.held_weights import HeldWeights
 from graphopt.fp8 import Delayed, Recipe
 from graphopt.ir.fp8_watch import HISTORY, WEIGHT_HISTORY, Fp8Watch, described
@@ -79,6 +79,11 @@ class Fp8State:
         assert self.history is not None, "only delayed scaling has a history"
         rows = {HISTORY: watch.delayed, WEIGHT_HISTORY: watch.delayed_weights}[name]
         return self.history.table(name, rows, spec.device)
+
+    def scales(self, watch: Fp8Watch, spec: TensorSpec) -> torch.Tensor:
+        """f32[T], new: what an evaluation with ``watch`` scales by, from the histories as they stand."""
+        assert self.history is not None and isinstance(self.recipe, Delayed), "only delayed scaling has a history"
+        return scales_of(self.history.as_it_stands(watch.delayed, spec.device), watch, self.recipe)
 
     def window_evidence(self, spec: TensorSpec) -> torch.Tensor:
         """The sum of the evidence of the open window, f32[]; zero at first."""

@@ -35,6 +35,8 @@ class ModuleBuilder(Protocol):
     options: Any
     dump_folders: list[Path]
 
+    @property
+    def has_trained(self) -> bool: ...
     def gradient(self, batch: BoundBatch, *, wrt: Sequence[str], title: str) -> Any: ...
     def module_step(self, built: Any) -> Executable: ...
     def inference(self, batch: BoundBatch) -> tuple[Captured, Executable]: ...
@@ -113,7 +115,7 @@ class CompiledModule(torch.nn.Module):
         if view.has_hooks:
             refuse_module_hooks(self._model)
         wrt = self._differentiated(bound, view)
-        key = (batch_key(bound), view.key, ambient_key(), wrt)
+        key = (batch_key(bound), view.key, ambient_key(), wrt, not wrt and self._builder.has_trained)
         compiled = self._cache.get(key, lambda: self._compile(bound, view, wrt), describe=describe_batch(bound))
         self.__dict__["_last"] = compiled.executable
         refuse_aliased(compiled.executable.program, bound)

@@ -1,7 +1,7 @@
 """Delayed scaling of a module without an optimizer: it keeps the histories, and moves them as each part has run.
 
 Inputs and weights enter with the forward part, gradients with the backward part, each once; a forward part without
-gradients moves nothing.
+gradients reads the histories and moves nothing.
 """
 
 from __future__ import annotations
@@ -12,13 +12,11 @@ from typing import Any
 import torch
 
 from graphopt.errors import StateError
-from graphopt.execute.fp8_history import Fp8History, checked_rows, saved_rows
+from graphopt.execute.fp8_history import Fp8History, checked_rows, saved_rows, scales_of
 from graphopt.fp8 import Delayed
 from graphopt.ir.fp8_watch import FP8_AMAX, FP8_AMAX_BACKWARD, HISTORY, SCALES
 from graphopt.ir.program import Program
 from graphopt.ir.spec import Input, OutputKind, TensorSpec
-from graphopt.kernels.fp8_format import FORMATS
-from graphopt.operators.fp8_history import history_scales
 
 
 class ModuleScales:
@@ -31,10 +29,12 @@ class ModuleScales:
     def scales(self, program: Program, entry: Input) -> torch.Tensor:
         """f32[T], new: the scales of the tensors that ``program`` quantizes."""
         assert entry.name == SCALES and isinstance(entry.spec, TensorSpec), f"a module reads no state {entry.name}"
-        watch, recipe = program.fp8.watch, self.recipe
-        table = self.history.table(HISTORY, watch.delayed, entry.spec.device)
-        largest = [FORMATS[name].largest for name in watch.formats]
-        return history_scales(table, largest, recipe.margin, recipe.algo == "most_recent", recipe.power_of_two)
+        watch, device = program.fp8.watch, entry.spec.device
+        if watch.reported:
+            table = self.history.table(HISTORY, watch.delayed, device)
+        else:  # it will move none
+            table = self.history.as_it_stands(watch.delayed, device)
+        return scales_of(table, watch, self.recipe)
 
     def saw_forward(self, program: Program, outputs: Sequence[Any]) -> None:
         """The forward part of ``program`` has run."""

@@ -10,7 +10,7 @@ import torch
 from graphopt.capture.accumulation import WINDOW, WINDOW_LOSS, WINDOW_WEIGHT
 from graphopt.capture.loss_scaling import GOOD_UPDATES, LOSS_SCALE
 from graphopt.execute.train_state import TrainState
-from graphopt.ir.fp8_watch import HELD_WEIGHT, NOTHING_WATCHED, WINDOW_EVIDENCE, Fp8Watch, is_fp8_state
+from graphopt.ir.fp8_watch import HELD_WEIGHT, NOTHING_WATCHED, SCALES, WINDOW_EVIDENCE, Fp8Watch, is_fp8_state
 from graphopt.ir.spec import Input, InputKind, TensorSpec
 
 
@@ -33,17 +33,14 @@ def state_source(
     return value
 
 
-def no_state(entry: Input) -> Any:
-    """For programs that read none."""
-    raise AssertionError(f"a forward program reads no {entry.kind} {entry.name}")
-
-
 def _fp8_tensor(state: TrainState, name: str, watch: Fp8Watch, spec: TensorSpec) -> torch.Tensor:
     assert state.fp8 is not None, "a program that quantizes to FP8 belongs to a step that does"
     if name == WINDOW_EVIDENCE:
         return state.fp8.window_evidence(spec)
     if name.startswith(f"{HELD_WEIGHT}."):
         return state.fp8.weights.tensor(name)
+    if name == SCALES:
+        return state.fp8.scales(watch, spec)
     return state.fp8.table(name, watch, spec)
 
 

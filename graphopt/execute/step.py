@@ -31,7 +31,7 @@ from graphopt.execute.model_view import ModelView, eval_mode, view_model
 from graphopt.execute.paging.store import PagingStatistics
 from graphopt.execute.run_update import UpdateRun, run_update
 from graphopt.execute.shared_memory import apart_from
-from graphopt.execute.state_inputs import no_state, state_source
+from graphopt.execute.state_inputs import state_source
 from graphopt.execute.state_rows import StateRow, state_rows
 from graphopt.execute.update_info import UpdateInfo
 from graphopt.execute.verdict import EMPTY_WINDOW, seen_by
@@ -61,6 +61,8 @@ class StepBuilder(Protocol):
     options: Any
     dump_folders: list[Path]
 
+    @property
+    def has_trained(self) -> bool: ...
     def gradient(self, batch: BoundBatch, *, wrt: Sequence[str], title: str) -> Any: ...
     def step(self, built: Any, request: UpdateRequest) -> Executable: ...
     def micro_step(self, built: Any, *, reserved_bytes: int) -> Any: ...
@@ -118,12 +120,13 @@ class TrainStep:
         with eval_mode(self.model):
             view = self._view()
             captured, executable, _ = self.evaluations.get(
-                (batch_key(bound), view.key, ambient_key()),
+                (batch_key(bound), view.key, ambient_key(), self.builder.has_trained),
                 lambda: (*self.builder.evaluation(bound), view.modules),
                 describe=describe_batch(bound),
             )
             self.last_executable = self.last_executable or executable
-            inputs = collect_inputs(executable.program, view, bound, no_state)
+            source = state_source(self.state, {}, executable.program.fp8.watch)
+            inputs = collect_inputs(executable.program, view, bound, source)
             with plain_execution():
                 outputs = executable.run(inputs)
         return rebuild(captured.structure, user_outputs(executable.program, outputs))

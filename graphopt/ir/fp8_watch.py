@@ -22,6 +22,9 @@ WEIGHT_HISTORY = "fp8_weight_history"
 """State f32[T,H]: the largest absolute values of T tensors in their last H micro-steps, the latest first; weights
 apart from the rest, because they may be quantized less often."""
 
+CALL_MARK = "#"
+"""In the name of a tensor, before the number of the call of its module, from the second on."""
+
 SCALES = "fp8_scales"
 """State f32[T]: scales that the caller has found from the history."""
 

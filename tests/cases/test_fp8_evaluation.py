@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 
 import graphopt
-from graphopt.fp8 import Tensorwise
+from graphopt.fp8 import Delayed, Tensorwise
 from graphopt.operators.fp8 import MATMUL
 from graphopt.planner.fp8_measured import MeasuredProduct, MeasuredTable, write_table
 from graphopt.planner.machine_rates import CACHE_VARIABLE
@@ -57,16 +58,67 @@ class Layers(nn.Module):
         return {"loss": (self.second(self.first(x).tanh()) - target).square().mean()}
 
 
-def test_evaluation_takes_the_products_of_training_where_costs_decide(tmp_path, monkeypatch):
-    # A call costs so much that the forward product alone does not pay for what it quantizes, the three of a layer do.
+class Written(nn.Module):
+    """Products with a weight in several ways to write one, of inputs that lie in several orders."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(32, 32)
+        self.weights = nn.ParameterList(torch.randn(32, 32) / 8 for _ in range(3))
+
+    def forward(self, x):
+        batched, turned, rows = self.weights
+        hidden = torch.tanh(self.layer(x.transpose(0, 1)) @ batched).transpose(0, 1)
+        hidden = torch.tanh(torch.matmul(hidden, turned.t()))
+        return {"loss": (hidden[0] @ rows).square().mean()}
+
+
+def forward_products(program):
+    rows = [row for row in program.fp8.rows if row.role == "forward"]
+    return [(row.module, row.weights, row.shape, row.is_fp8) for row in rows]
+
+
+@pytest.mark.parametrize("recipe", [Delayed(include=("*",), history=4), Tensorwise(include=("*",))], ids=str)
+def test_a_product_is_that_of_training_however_it_is_written(recipe):
+    optimizer = graphopt.optim.SGD(lr=0.1)
+    step = graphopt.compile(Written(), ["loss"], optimizer=optimizer, precision=recipe, backend="aten")
+    x = torch.randn(16, 16, 32)
+    early = step.eval(x=x).loss
+    in_evaluation = forward_products(step.program)
+    assert torch.equal(early, step(x=x).loss) and torch.equal(step.eval(x=x).loss, step(x=x).loss)
+    assert in_evaluation == forward_products(step.program)
+    assert [is_fp8 for *_, is_fp8 in in_evaluation] == [True] * 4
+
+
+BATCH = {"x": torch.randn(64, 64), "target": torch.randn(64, 64)}
+
+
+@pytest.fixture
+def costly_quantization(tmp_path, monkeypatch):
+    """The forward product of a layer alone does not pay for what it quantizes, its three products do."""
     monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path))
     write_table(MeasuredTable("H100", True, 1e15, 1.5e-4, (MeasuredProduct(64, 64, 64, 1e-3, 5e-4, 5e-4, 5e-4),)))
+
+
+def test_evaluation_takes_the_products_of_training_where_costs_decide(costly_quantization):
     optimizer = graphopt.optim.SGD(lr=0.0)
     step, alone = (
         graphopt.compile(Layers(), ["loss"], optimizer=optimizer, precision=Tensorwise(target="H100"), backend="aten")
         for _ in range(2)
     )
-    batch = {"x": torch.randn(64, 64), "target": torch.randn(64, 64)}
-    trained = step(**batch).loss
-    assert torch.equal(step.eval(**batch).loss, trained)
-    assert not torch.equal(alone.eval(**batch).loss, trained)
+    trained = step(**BATCH).loss
+    assert torch.equal(step.eval(**BATCH).loss, trained)
+    assert not torch.equal(alone.eval(**BATCH).loss, trained)
+    alone(**BATCH)
+    assert torch.equal(alone.eval(**BATCH).loss, trained)  # what was compiled before any training is not used again
+
+
+def test_a_module_evaluated_before_training_takes_its_products_too(costly_quantization):
+    module = graphopt.compile(Layers(), ["loss"], precision=Tensorwise(target="H100"), backend="aten")
+    losses = []
+    for _ in range(2):
+        with torch.no_grad():
+            losses.append(module(**BATCH).loss)
+        trained = module(**BATCH).loss.detach()
+    assert not torch.equal(losses[0], trained) and torch.equal(losses[1], trained)

@@ -54,14 +54,14 @@ def fp8_step(recipe: Any, model: nn.Module | None = None, **options: Any) -> Any
 
 
 @cache
-def _compiled_once(recipe: Any, options: tuple[tuple[str, Any], ...]) -> tuple[Any, Any]:
-    step = fp8_step(recipe, **dict(options))
+def _compiled_once(recipe: Any, model: type[nn.Module], options: tuple[tuple[str, Any], ...]) -> tuple[Any, Any]:
+    step = fp8_step(recipe, model(), **dict(options))
     return step, start_of(step)
 
 
-def fresh_step(recipe: Any, **options: Any) -> Any:
-    """A step that trains Blocks, as new; what is compiled is shared between tests that ask for the same."""
-    step, start = _compiled_once(recipe, tuple(options.items()))
+def fresh_step(recipe: Any, model: type[nn.Module] = Blocks, **options: Any) -> Any:
+    """A step that trains ``model``, as new; what is compiled is shared between tests that ask for the same."""
+    step, start = _compiled_once(recipe, model, tuple(options.items()))
     restart(step, start)
     return step
 
