@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
@@ -91,11 +92,23 @@ class Noisy(nn.Module):
         return {"loss": x.square().mean()}
 
 
+def noisy() -> tuple[Noisy, torch.Tensor]:
+    """A model and its input, the same each time."""
+    torch.manual_seed(0)
+    return Noisy(), torch.randn(4, 16, 8)
+
+
+@functools.cache
+def noisy_gradients() -> Any:
+    """What ``noisy`` gives without checkpoints."""
+    model, x = noisy()
+    return module_gradients(model, [x], seed=7)
+
+
 @pytest.mark.parametrize("mode", MODES, ids=IDS)
 def test_one_seed_gives_one_result_with_and_without_checkpoints(mode):
-    torch.manual_seed(0)
-    model, x = Noisy(), torch.randn(4, 16, 8)
-    plain = module_gradients(copy.deepcopy(model), [x], seed=7)
+    model, x = noisy()
+    plain = noisy_gradients()
     checked = module_gradients(model, [x], seed=7, **mode)
     assert torch.equal(plain[0]["loss"], checked[0]["loss"])
     assert_same_gradients(plain[1], checked[1])
@@ -105,9 +118,8 @@ def test_one_seed_gives_one_result_with_and_without_checkpoints(mode):
 
 
 def test_the_generator_may_be_moved_between_forward_and_backward():
-    torch.manual_seed(0)
-    model, x = Noisy(), torch.randn(4, 16, 8)
-    expected = module_gradients(copy.deepcopy(model), [x], seed=7)[1]
+    model, x = noisy()
+    expected = noisy_gradients()[1]
     leaf = x.clone().requires_grad_()
     module = graphopt.compile(model, checkpoint=EveryN(1))
     torch.manual_seed(7)
@@ -127,17 +139,24 @@ def trained(model: nn.Module, batches: Sequence[dict], *, optimizer: Any = None,
     return step, [step(**batch)["loss"].clone() for batch in batches]
 
 
-@pytest.mark.parametrize("mode", MODES, ids=IDS)
-def test_steps_with_dropout_train_bit_equally(mode):
+def noisy_training(**mode: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Losses and parameters of three steps of a small noisy model."""
     torch.manual_seed(0)
     model = Noisy(2)
-    twin = copy.deepcopy(model)
-    batches = [{"x": torch.randn(4, 16, 8)} for _ in range(3)]
-    _, plain = trained(twin, batches)
-    _, checked = trained(model, batches, **mode)
-    assert all(torch.equal(left, right) for left, right in zip(plain, checked, strict=True))
-    for left, right in zip(twin.parameters(), model.parameters(), strict=True):
-        assert torch.equal(left, right)
+    losses = trained(model, [{"x": torch.randn(4, 16, 8)} for _ in range(3)], **mode)[1]
+    return losses, list(model.parameters())
+
+
+@pytest.fixture(scope="module")
+def plain_training() -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Without checkpoints."""
+    return noisy_training()
+
+
+@pytest.mark.parametrize("mode", MODES, ids=IDS)
+def test_steps_with_dropout_train_bit_equally(mode, plain_training):
+    for plain, checked in zip(plain_training, noisy_training(**mode), strict=True):
+        assert all(torch.equal(left, right) for left, right in zip(plain, checked, strict=True))
 
 
 # ---- C30: statistics updated twice -----------------------------------------------------------------------------------
@@ -161,20 +180,30 @@ class Counting(nn.Module):
         return {"loss": self.last(x).square().mean()}
 
 
+def counted(with_optimizer: bool, **mode: Any) -> Counting:
+    """The model after three steps."""
+    torch.manual_seed(0)
+    model = Counting()
+    batches = [torch.randn(4, 3) for _ in range(3)]
+    if with_optimizer:
+        trained(model, [{"x": x} for x in batches], **mode)
+        return model
+    module = graphopt.compile(model, ["loss"], **mode)
+    for x in batches:
+        module(x)["loss"].backward()
+    return model
+
+
+@functools.cache
+def plainly_counted(with_optimizer: bool) -> Counting:
+    """The model after three steps without checkpoints."""
+    return counted(with_optimizer)
+
+
 @pytest.mark.parametrize("mode", MODES, ids=IDS)
 @pytest.mark.parametrize("with_optimizer", [True, False])
 def test_statistics_advance_once_a_step(mode, with_optimizer):
-    torch.manual_seed(0)
-    model = Counting()
-    twin = copy.deepcopy(model)
-    batches = [torch.randn(4, 3) for _ in range(3)]
-    for run, options in ((twin, {}), (model, mode)):
-        if with_optimizer:
-            trained(run, [{"x": x} for x in batches], **options)
-            continue
-        module = graphopt.compile(run, ["loss"], **options)
-        for x in batches:
-            module(x)["loss"].backward()
+    model, twin = counted(with_optimizer, **mode), plainly_counted(with_optimizer)
     assert model.count == 3 and model.layers[0][1].num_batches_tracked == 3
     for (name, left), right in zip(twin.state_dict().items(), model.state_dict().values(), strict=True):
         assert torch.equal(left, right), name

@@ -120,7 +120,9 @@ def test_the_reason_names_the_tensors_in_the_order_of_the_step():
 
 
 def test_gradients_wait_for_each_other_and_the_report_says_why():
-    (record,) = [record for record in fresh_step(DELAYED).program.history if record.name == "release-gradients"]
+    step = fresh_step(DELAYED)
+    step(**batches(1)[0])
+    (record,) = [record for record in step.program.history if record.name == "release-gradients"]
     assert record.refusals
     assert all(
         "the step is skipped if a quantized tensor or a gradient" in refusal.reason for refusal in record.refusals
