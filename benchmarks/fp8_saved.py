@@ -25,8 +25,8 @@ from torch import nn
 from transformers.models.llama import modeling_llama
 
 import graphopt
-from benchmarks.cells import bytes_cell, ratio_cell
 from benchmarks.command import Results, console, run_command
+from benchmarks.fp8_saved_table import HEADS, SavedFigures, saved_table
 from benchmarks.machine import this_machine
 from benchmarks.rows import RESULTS, Row, Subject, store_rows
 from graphopt.fp8 import RECIPES, Recipe
@@ -40,30 +40,11 @@ from graphopt.precision import Precision
 BF16, HEAD = "bf16", "head"
 DYNAMIC = ("tensorwise", "rowwise", "blockwise")
 SAVED = ("none", "products", "all")
-HEADS, BATCH = 8, 2
+BATCH = 2
 GROUPED = 2
 _BOUND = 0.6
 _SEED = 0
 _SHARPNESS = (1.0, 4.0, 16.0, 64.0)
-
-
-@dataclass(frozen=True)
-class SavedFigures:
-    """One block: bytes that wait for the backward part, decibels of the worst gradient, and the measured peak of two.
-
-    ``base_bytes``: what bf16 leaves of activations. ``saving_decibels``: None where nothing is kept in FP8.
-    """
-
-    precision: str
-    saved: str
-    key_value_heads: int
-    activation_bytes: int
-    weight_bytes: int
-    base_bytes: int
-    decibels: float
-    worst: str
-    saving_decibels: float | None
-    peak_bytes: int
 
 
 class LlamaBlocks(nn.Module):
@@ -229,37 +210,6 @@ def attention_table() -> Table:
 
 
 # ---- rows --------------------------------------------------------------------------------------------------------
-
-
-def saved_table(rows: tuple[Row[SavedFigures], ...], *, layout: box.Box = box.HEAVY_HEAD) -> Table:
-    """One line for each precision and choice."""
-    table = Table("block", "precision", "saved", box=layout)
-    for heading in (
-        "activations",
-        "of bf16's",
-        "weights' copies",
-        "dB to fp32",
-        "worst",
-        "dB by saving",
-        "peak of two",
-    ):
-        table.add_column(heading, justify="right")
-    for row in rows:
-        figures = row.figures
-        heads = "" if figures.key_value_heads == HEADS else f", {figures.key_value_heads} key heads"
-        table.add_row(
-            f"{row.subject.model}{heads}",
-            figures.precision,
-            figures.saved,
-            bytes_cell(figures.activation_bytes),
-            ratio_cell(figures.activation_bytes, figures.base_bytes),
-            bytes_cell(figures.weight_bytes),
-            f"{figures.decibels:.1f}",
-            figures.worst.removesuffix(".weight"),
-            "" if figures.saving_decibels is None else f"{figures.saving_decibels:.1f}",
-            bytes_cell(figures.peak_bytes),
-        )
-    return table
 
 
 def measure_rows(width: int, tokens: int) -> Iterator[Row[SavedFigures]]:

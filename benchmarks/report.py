@@ -22,6 +22,8 @@ from benchmarks.compile_time import compile_time_table
 from benchmarks.drift import DriftFigures, drift_checks, drift_table
 from benchmarks.facts_llama import FactsFigures, facts_table
 from benchmarks.fp8_fusion import Fp8FusionFigures, fp8_fusion_table
+from benchmarks.fp8_peers_table import PeerFigures, peers_table
+from benchmarks.fp8_saved_table import SavedFigures, saved_table
 from benchmarks.fp8_training_table import Fp8TrainingFigures, training_checks, training_table
 from benchmarks.frontier_plot import frontier_plot
 from benchmarks.frontier_rows import FrontierFigures
@@ -76,23 +78,36 @@ bitsandbytes; graphopt: bf16, checkpoints of every layer, AdamW8bit, the state o
 are the allocator's own events; seconds are medians of interleaved rounds.\
 """
 
+_FP8_EXPLANATION = """\
+FP8 beside torchao's: forward and backward of {model} in bf16, {batch}, blocks in FP8; the peak above parameters and
+batch, and what one more block adds to it. torch.compile computes pointwise values again as it sees fit, graphopt
+nothing that no checkpoint says. Decibels are those of the worst gradient, against float32. All of them emulate FP8 on a CPU, so
+there is no time.\
+"""
+
 MemoryRows = tuple[Row[MemoryFigures], ...]
 WholeStepRows = tuple[Row[WholeStepFigures], ...]
+Fp8Rows = tuple[Row[PeerFigures], ...]
 
 
 def readme_section(
     suites: Sequence[MemoryRows],
     frontiers: Sequence[FrontierRows] = (),
     whole_steps: Sequence[WholeStepRows] = (),
+    fp8: Sequence[Fp8Rows] = (),
 ) -> str:
-    """What stands between the markers: whole steps in low precision, the table of every model against its peers, then
-    peak against time where it was measured, each with where and when."""
-    if not suites and not frontiers and not whole_steps:
+    """What stands between the markers: whole steps in low precision, FP8 beside its peers, the table of every model
+    against its peers, then peak against time where it was measured, each with where and when."""
+    if not suites and not frontiers and not whole_steps and not fp8:
         return "Nothing has been measured yet."
     parts: list[str] = []
     for rows in whole_steps:
         explanation = _WHOLE_STEP_EXPLANATION.format(model=rows[0].subject.model)
         parts += [explanation, _markdown(whole_step_table(rows)), _provenance([rows])]
+    for blocks in fp8:
+        subject = blocks[0].subject
+        explanation = _FP8_EXPLANATION.format(model=subject.model, batch=subject.batch)
+        parts += [explanation, _markdown(peers_table(blocks)), _provenance([blocks])]
     if suites:
         parts += [_EXPLANATION, _markdown(_peer_table(suites)), *_notes(suites), _provenance(suites)]
     if frontiers:
@@ -125,6 +140,9 @@ def results_page(folder: Path) -> str:
     for fusion in load_all(folder, "fp8-fusion", Fp8FusionFigures):
         heading = f"## FP8 codes with their producer, {fusion[0].subject.model} (rows x columns)"
         parts += [heading, _markdown(fp8_fusion_table(fusion)), _provenance([fusion])]
+    for kept in load_all(folder, "fp8-saved", SavedFigures):
+        heading = f"## What a block of {kept[0].subject.model} keeps for its backward part, {kept[0].subject.batch}"
+        parts += [heading, _markdown(saved_table(kept)), _provenance([kept])]
     parts += _whole_step_parts(folder) + _optimizer_parts(folder)
     return "\n\n".join(parts) + "\n"
 
@@ -295,7 +313,8 @@ def main(
     """Generate the README's benchmark tables, results/README.md, docs/fp8-training.md and the plots of frontiers."""
     frontiers = load_all(results, "frontier", FrontierFigures)
     whole_steps = load_all(results, "whole-step", WholeStepFigures)
-    section = readme_section(load_all(results, "memory", MemoryFigures), frontiers, whole_steps)
+    fp8 = load_all(results, "fp8-peers", PeerFigures)
+    section = readme_section(load_all(results, "memory", MemoryFigures), frontiers, whole_steps, fp8)
     pages = {readme: with_section(readme.read_text(), section), results / "README.md": results_page(results)}
     pages |= _plots(results, frontiers)
     if results.resolve() == RESULTS.resolve():

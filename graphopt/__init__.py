@@ -1,5 +1,8 @@
 """graphopt: a compiler for training steps."""
 
+from graphopt import torch_range  # noqa: F401  # before anything that needs the right torch
+
+# isort: split
 from graphopt import checkpoint, errors, fp8, optim, passes
 from graphopt.api import capture, compile, optimize
 from graphopt.autocast_table import autocast_table

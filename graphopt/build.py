@@ -42,6 +42,7 @@ from graphopt.pipeline.default import default_pipeline, with_less_room, with_mic
 from graphopt.pipeline.dump import Dump
 from graphopt.pipeline.pipeline import Pipeline
 from graphopt.planner.decide import MemoryRequest
+from graphopt.planner.fp8_devices import device_class
 from graphopt.precision import FULL, Precision, precision_for
 from graphopt.report.build import build_report
 
@@ -87,6 +88,8 @@ class Builder:
         self.request = OutputRequest(options.outputs, options.loss, require_loss=options.optimizer is not None)
         self.binder = BatchBinder(model, allow_extra=callable(options.loss))
         self.precision = precision_for(model, options.precision)
+        if self.precision.fp8 is not None and self.precision.fp8.target is not None:
+            device_class(self.precision.fp8.target)  # before any batch: a name that is no device's is an error
         self.workspace = MeasuredWorkspace()
         self.dump_folders: list[Path] = []
         self._trained = NOTHING_TRAINED

@@ -30,6 +30,7 @@ from graphopt.kernels.fp8_matmul_launch import lay
 from graphopt.kernels.fp8_matmul_tiles import Tile, family_of, form_of, tiles_for
 from graphopt.kernels.fp8_product import Product
 from graphopt.kernels.fp8_support import Fp8Support
+from graphopt.kernels.launch_triton import on_device
 
 # Runs before timing, which compile and fill caches; and runs whose median counts.
 WARM_UP_RUNS, TIMED_RUNS = 2, 7
@@ -63,9 +64,10 @@ def run(product: Product, support: Fp8Support) -> Tensor:
     runs = candidates(product, support)
     choice = known.get(shapes)
     if choice is None or choice.implementation not in runs:
-        if torch.cuda.is_current_stream_capturing():
-            return next(iter(runs.values()))(product)
-        choice = fastest(product, runs, _median_milliseconds, notes=copies(product, support))
+        with on_device(product.device):  # what is recorded, and timed, is the stream of the current device
+            if torch.cuda.is_current_stream_capturing():
+                return next(iter(runs.values()))(product)
+            choice = fastest(product, runs, _median_milliseconds, notes=copies(product, support))
         log.info("%s: %s, %s ms", choice.shapes, choice.implementation, choice.best_milliseconds)
         known[shapes] = choice
         store(_file(product.device), known)
@@ -192,7 +194,10 @@ def _order(codes: Tensor) -> str:
 
 
 def device_milliseconds(candidate: Callable[[], Any], rounds: int = TIMED_RUNS) -> tuple[float, ...]:
-    """Times of ``candidate`` on the current CUDA stream, after warming up. Operands that fit stay in the L2 cache."""
+    """Times of ``candidate`` on the current stream of the current device, after warming up.
+
+    Operands that fit stay in the L2 cache.
+    """
     for _ in range(WARM_UP_RUNS):
         candidate()
     events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(rounds)]

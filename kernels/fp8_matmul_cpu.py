@@ -30,6 +30,8 @@ PIECE_ELEMENTS = 1 << 21
 LEAST_TILE, MOST_TILE = 64, 1024
 # Tiles of a result with block scales are added to once a block, and so should stay in a cache: 1 MiB.
 MOST_BLOCK_SCALED_TILE = 512
+# Rows of a tile whose products of scales exist at a time: of a whole tile they would be another tile.
+SCALED_ROWS = 64
 
 
 def emulate(product: Product) -> Tensor:
@@ -50,7 +52,7 @@ def _scaled_sum(product: Product, rows: slice, columns: slice, a_wide: Tensor, b
     """f32 tile whose scales do not change along the contraction."""
     a_scale = _across(product.a.scale[:, 0], product.a.grid[0], rows)
     b_scale = _across(product.b.scale[0], product.b.grid[1], columns)
-    return (a_wide @ b_wide).mul_(a_scale[:, None] * b_scale)
+    return _scale_(a_wide @ b_wide, a_scale, b_scale)
 
 
 def _sum_of_blocks(product: Product, rows: slice, columns: slice, a_wide: Tensor, b_wide: Tensor) -> Tensor:
@@ -62,8 +64,16 @@ def _sum_of_blocks(product: Product, rows: slice, columns: slice, a_wide: Tensor
         a_scale = _across(product.a.scale[:, block if product.a.grid[1] else 0], product.a.grid[0], rows)
         b_scale = _across(product.b.scale[block if product.b.grid[0] else 0], product.b.grid[1], columns)
         torch.mm(a_wide[:, along], b_wide[along], out=part)
-        sums += part.mul_(a_scale[:, None] * b_scale)
+        sums += _scale_(part, a_scale, b_scale)
     return sums
+
+
+def _scale_(tile: Tensor, a_scale: Tensor, b_scale: Tensor) -> Tensor:
+    """``tile``, in place times the products of its rows' and its columns' scales: some rows of them at a time."""
+    row_scales = a_scale.expand(tile.shape[0])
+    for rows, scales in zip(tile.split(SCALED_ROWS), row_scales.split(SCALED_ROWS), strict=True):
+        rows.mul_(scales[:, None] * b_scale)
+    return tile
 
 
 def _across(scale: Tensor, size: int, chosen: slice) -> Tensor:

@@ -29,6 +29,7 @@ from torch import fx
 from graphopt.ir import ops
 from graphopt.ir.erase import erase_dead
 from graphopt.ir.program import Program, Stage
+from graphopt.ir.widening import is_widening
 from graphopt.pipeline.pass_base import Changes, Pass, Refusal
 
 
@@ -65,7 +66,7 @@ def _source(conversion: fx.Node) -> fx.Node:
 def _objection(program: Program, gradient: fx.Node) -> str | None:
     """Why the update must read ``gradient``, a conversion, or None."""
     before, after = program.spec(_source(gradient)), program.spec(gradient)
-    if not before.dtype.is_floating_point or torch.promote_types(before.dtype, after.dtype) != after.dtype:
+    if not is_widening(program, gradient):
         return f"it is narrowed from {before.dtype} to {after.dtype}"
     if after.dtype != torch.float32:
         return f"the update reads {torch.float32}, and this gradient is in {after.dtype}"

@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from graphopt.capture.fp8_delayed import delay, history_scales, is_delayable
-from graphopt.capture.fp8_tensors import QuantizedTensor, Role, quantized_tensors
+from graphopt.capture.fp8_tensors import QuantizedTensor, depends_on_parameters_alone, quantized_tensors
 from graphopt.capture.trace import fake_like
 from graphopt.fp8 import Delayed, Recipe
 from graphopt.ir import ops
@@ -32,6 +32,7 @@ from graphopt.ir.fp8_watch import (
 from graphopt.ir.liveness import forward_end
 from graphopt.ir.program import Program
 from graphopt.ir.spec import Input, InputKind, Output, OutputKind, TensorSpec
+from graphopt.ir.widening import before_widening
 from graphopt.optim.base import Emit
 
 aten = torch.ops.aten
@@ -53,8 +54,9 @@ def watch_step(joint: Program, recipe: Recipe, *, gradients: bool = False) -> Pr
     tensors = quantized_tensors(program)
     if not tensors:
         return program
-    weights = tuple(tensor for tensor in tensors if tensor.role is Role.WEIGHT)
-    values = tuple(tensor for tensor in tensors if tensor.role is not Role.WEIGHT)
+    lasting = depends_on_parameters_alone(program)
+    weights = tuple(tensor for tensor in tensors if tensor.quantizers[0] in lasting)
+    values = tuple(tensor for tensor in tensors if tensor.quantizers[0] not in lasting)
     seen: dict[str, fx.Node] = {}
     delayed: dict[str, tuple[str, ...]] = {}
     for name, members in ((WEIGHT_HISTORY, weights), (HISTORY, values)):
@@ -192,10 +194,10 @@ def _digest(program: Program, tensor: QuantizedTensor) -> fx.Node:
 
 
 def _gradients(program: Program) -> dict[str, fx.Node]:
-    """The gradients that have elements, by parameter."""
+    """The gradients that have elements, by parameter, each as it was computed."""
     outputs = zip(program.output_values(), program.signature.outputs, strict=True)
     return {
-        output.name: value
+        output.name: before_widening(program, value)
         for value, output in outputs
         if output.kind is OutputKind.GRAD and isinstance(value, fx.Node) and program.spec(value).numel
     }

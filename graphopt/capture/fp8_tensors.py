@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
 from enum import StrEnum
 
 from torch import fx
 
 from graphopt.ir import ops
-from graphopt.ir.fp8_codes import CODE_DTYPES, is_quantize
+from graphopt.ir.fp8_codes import CODE_DTYPES, finds_scales, is_quantize
 from graphopt.ir.fp8_products import OperandKind, OperandKinds
-from graphopt.ir.fp8_watch import CALL_MARK
+from graphopt.ir.fp8_watch import CALL_MARK, WEIGHT_HISTORY
 from graphopt.ir.program import Program
-from graphopt.ir.spec import OutputKind
-from graphopt.operators.fp8 import MATMUL, QUANTIZE, QUANTIZE_BOTH, QUANTIZE_TRANSPOSED
-
-QUANTIZERS = (QUANTIZE, QUANTIZE_TRANSPOSED, QUANTIZE_BOTH)
+from graphopt.ir.spec import InputKind, OutputKind
+from graphopt.operators.fp8 import MATMUL
 
 
 class Role(StrEnum):
@@ -51,10 +49,24 @@ def quantized_tensors(program: Program) -> tuple[QuantizedTensor, ...]:
     """
     groups: dict[tuple[fx.Node, str], list[fx.Node]] = {}
     for node in program.ops():
-        if ops.is_call(node, *QUANTIZERS):
+        if finds_scales(node):
             groups.setdefault((ops.behind_views(node.args[0]), str(node.args[1])), []).append(node)  # type: ignore[arg-type]
     namer = _Namer(program)
     return tuple(namer.named(source, tuple(nodes)) for (source, _), nodes in groups.items())
+
+
+def depends_on_parameters_alone(program: Program) -> Set[fx.Node]:
+    """The values that stay as they are while parameters do (for membership tests): made from parameters, constants and
+    the history of weights. A weight times a buffer, or with noise, is none: the next micro-step may have another.
+    """
+    inputs = zip(program.placeholders(), program.signature.inputs, strict=True)
+    fixed = {node for node, entry in inputs if entry.kind is InputKind.PARAM or entry.name == WEIGHT_HISTORY}
+    fixed.update(program.constants())
+    for node in program.ops():
+        sources = node.all_input_nodes
+        if sources and fixed.issuperset(sources) and ops.is_pure(node):
+            fixed.add(node)
+    return fixed
 
 
 def _behind_copies(node: fx.Node) -> fx.Node:

@@ -15,6 +15,7 @@ from torch import fx
 
 from graphopt.ir.program import Program
 from graphopt.ir.spec import TensorSpec
+from graphopt.ir.widening import before_widening
 from graphopt.loss_scale import LARGEST_SCALE, LossScale
 from graphopt.optim.base import Emit
 
@@ -59,7 +60,7 @@ class ScalingWriter:
 
     def measure(self, gradients: Iterable[fx.Node], scale: fx.Node) -> ScaledGradients:
         """Look at every element of ``gradients``, which are those of the loss times ``scale``."""
-        gradients = list(gradients)
+        gradients = [before_widening(self.program, gradient) for gradient in gradients]
         extremes = [value for gradient in gradients for value in self._extremes(gradient)]
         largest = self._largest(extremes) if extremes else self.emit(aten.zeros_like.default, scale)
         nothing, finite = self.finiteness(largest)

@@ -6,7 +6,7 @@ element of each weight and layout, until the window is closed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 import torch
@@ -14,18 +14,16 @@ from torch import fx
 
 from graphopt.capture.appender import Appender
 from graphopt.capture.fp8_scaling import advanced_history, weight_amax
-from graphopt.capture.fp8_tensors import QUANTIZERS
+from graphopt.capture.fp8_tensors import depends_on_parameters_alone
 from graphopt.ir import ops
 from graphopt.ir.erase import erase_dead
+from graphopt.ir.fp8_codes import is_quantize
 from graphopt.ir.fp8_watch import HELD_WEIGHT, WEIGHT_HISTORY, Fp8Watch
 from graphopt.ir.origin import Origin
 from graphopt.ir.program import Program, Stage
 from graphopt.ir.spec import Input, InputKind, Output, OutputKind, Signature
-from graphopt.operators.fp8 import QUANTIZE_DELAYED, QUANTIZE_DELAYED_BOTH
 
 aten = torch.ops.aten
-
-_ALL_QUANTIZERS = (*QUANTIZERS, QUANTIZE_DELAYED, QUANTIZE_DELAYED_BOTH)
 
 
 @dataclass(frozen=True)
@@ -46,8 +44,8 @@ def split_weights(joint: Program) -> SplitWeights | None:
 
 def _held_values(program: Program) -> tuple[str, ...]:
     """Names of the values that are handed over: made from quantized weights, read by what is not; never a view."""
-    fixed = _fixed(program)
-    sources = [node for node in program.ops() if node in fixed and ops.is_call(node, *_ALL_QUANTIZERS)]
+    fixed = depends_on_parameters_alone(program)
+    sources = [node for node in program.ops() if node in fixed and is_quantize(node)]
     hoisted = set(sources)
     for node in program.ops():
         if node in fixed and not hoisted.isdisjoint(node.all_input_nodes):
@@ -57,18 +55,6 @@ def _held_values(program: Program) -> tuple[str, ...]:
         if node in hoisted and any(user not in hoisted for user in node.users):
             found[ops.behind_views(node).name] = None
     return tuple(found)
-
-
-def _fixed(program: Program) -> Set[fx.Node]:
-    """What depends on parameters, constants and the history of weights alone (for membership tests)."""
-    inputs = zip(program.placeholders(), program.signature.inputs, strict=True)
-    fixed = {node for node, entry in inputs if entry.kind is InputKind.PARAM or entry.name == WEIGHT_HISTORY}
-    fixed.update(program.constants())
-    for node in program.ops():
-        sources = node.all_input_nodes
-        if sources and fixed.issuperset(sources) and ops.is_pure(node):
-            fixed.add(node)
-    return fixed
 
 
 def _weights_program(joint: Program, held: Iterable[str]) -> Program:

@@ -9,7 +9,7 @@ import torch
 
 from graphopt.capture.accumulation import WINDOW, WINDOW_LOSS, WINDOW_WEIGHT
 from graphopt.capture.loss_scaling import GOOD_UPDATES, LOSS_SCALE
-from graphopt.execute.train_state import TrainState, zeros
+from graphopt.execute.train_state import TrainState
 from graphopt.ir.fp8_watch import HELD_WEIGHT, NOTHING_WATCHED, SCALES, WINDOW_EVIDENCE, Fp8Watch, is_fp8_state
 from graphopt.ir.spec import Input, InputKind, TensorSpec
 
@@ -50,10 +50,7 @@ def _state_tensor(state: TrainState, entry: Input) -> torch.Tensor:
         assert state.scaler is not None, "a program that unscales belongs to a step that scales"
         return state.scaler.state_tensor(entry.name)
     if entry.name in (WINDOW_WEIGHT, WINDOW_LOSS):
-        attribute = "weight" if entry.name == WINDOW_WEIGHT else "loss"
-        if getattr(state.window, attribute) is None:
-            setattr(state.window, attribute, zeros(entry.spec))
-        return getattr(state.window, attribute)  # type: ignore[no-any-return]
+        return state.window.total("weight" if entry.name == WINDOW_WEIGHT else "loss", entry.spec)
     state_name, _, name = entry.name.partition(".")
     if state_name == WINDOW:
         return state.window.tensor(name, entry.spec)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -47,6 +47,13 @@ class Window:
             self.gradients[name] = zeros(spec)
         _refuse_other_spec("window gradient", name, self.gradients[name], spec)
         return self.gradients[name]
+
+    def total(self, attribute: Literal["weight", "loss"], spec: TensorSpec) -> torch.Tensor:
+        """The weight or the loss of the window, zero at first, on the device of ``spec``: files are loaded on a CPU."""
+        found = getattr(self, attribute)
+        found = zeros(spec) if found is None else found.to(spec.device)
+        setattr(self, attribute, found)
+        return found  # type: ignore[no-any-return]
 
     def clear(self) -> None:
         """Start an empty window in the same memory."""
@@ -369,4 +376,6 @@ def _random_state() -> dict[str, Any]:
 def _restore_random_state(state: Mapping[str, Any]) -> None:
     torch.set_rng_state(state["cpu"].cpu())
     if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state_all([tensor.cpu() for tensor in state["cuda"]])
+        # What was saved beside eight devices may go on beside one.
+        for index, tensor in enumerate(state["cuda"][: torch.cuda.device_count()]):
+            torch.cuda.set_rng_state(tensor.cpu(), index)

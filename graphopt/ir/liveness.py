@@ -83,11 +83,11 @@ def plan_memory(
     )
 
 
-def saved_for_backward(program: Program) -> tuple[fx.Node, ...]:
+def saved_for_backward(program: Program, *, storages: StorageMap | None = None) -> tuple[fx.Node, ...]:
     """Values that the forward part leaves for the backward part, one node a storage, in order of definition."""
     split = forward_end(program)
     order = program.ops()
-    storages = storage_map(program)
+    storages = storages or storage_map(program)
     position = {node: i for i, node in enumerate(order)}
     seen: set[int] = set(storages.resident)
     saved = []
@@ -99,10 +99,10 @@ def saved_for_backward(program: Program) -> tuple[fx.Node, ...]:
     return tuple(saved)
 
 
-def saved_bytes(program: Program) -> int:
+def saved_bytes(program: Program, *, storages: StorageMap | None = None) -> int:
     """Bytes of the storages that the forward part leaves for the backward part."""
-    storages = storage_map(program)
-    held = {number for node in saved_for_backward(program) for number in storages.held[node]}
+    storages = storages or storage_map(program)
+    held = {number for node in saved_for_backward(program, storages=storages) for number in storages.held[node]}
     return sum(storages.nbytes[number] for number in held - storages.resident)
 
 

@@ -13,6 +13,7 @@ from graphopt.errors import ProgramError
 from graphopt.ir.decisions import DecisionTable
 from graphopt.ir.fake import FakeTensor, FakeTensorMode
 from graphopt.ir.fp8_table import Fp8Table
+from graphopt.ir.inference import Inference
 from graphopt.ir.origin import NO_ORIGIN, Origin
 from graphopt.ir.precision_table import PrecisionTable
 from graphopt.ir.spec import Input, Output, ScalarSpec, Signature, TensorSpec
@@ -66,6 +67,7 @@ class Program:
         self.decisions = DecisionTable()
         self.precision = PrecisionTable()
         self.fp8 = Fp8Table()
+        self._inferences: dict[fx.Node, Inference] = {}
 
     # ---- reading -------------------------------------------------------------------------------------------------
 
@@ -209,13 +211,26 @@ class Program:
         args = fx.map_arg(node.args, fake)
         kwargs = fx.map_arg(node.kwargs, fake)
         with self.fake_mode, torch.no_grad():
-            return node.target(*args, **kwargs)  # type: ignore[operator]
+            value = node.target(*args, **kwargs)  # type: ignore[operator]
+        self._inferences[node] = Inference.of(node, value)
+        return value
+
+    def is_inferred(self, node: fx.Node) -> bool:
+        """Whether the value of ``node`` is what its operator gave for the very arguments it has now."""
+        inference = self._inferences.get(node)
+        return inference is not None and inference.holds(node)
 
     def refresh(self) -> None:
-        """Recompute every value in order, so that views share the memory of their bases."""
-        for node in self.graph.nodes:
-            if node.op == "call_function":
-                node.meta["val"] = self.infer(node)
+        """Infer, in order, every value whose operator or arguments changed: views share the memory of their bases."""
+        for node in self.ops():
+            if self.is_inferred(node):
+                continue
+            earlier = self._inferences.get(node)
+            if earlier is not None and earlier.value is not node.meta.get("val"):
+                earlier = None  # somebody gave the node another value since
+            self.infer(node)
+            self._inferences[node] = self._inferences[node].after(earlier)
+            node.meta["val"] = self._inferences[node].value
 
     def finish(self) -> None:
         """Drop constants that nothing reads."""
@@ -244,6 +259,7 @@ class Program:
         program.decisions = self.decisions
         program.precision = self.precision
         program.fp8 = self.fp8
+        program._inferences = {mapping[node]: known for node, known in self._inferences.items() if node in mapping}
         return program
 
     def run(self, inputs: Sequence[Any]) -> tuple[Any, ...]:

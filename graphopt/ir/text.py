@@ -95,6 +95,8 @@ def format_argument(value: Any) -> str:
 
 def one_line(text: str) -> str:
     """``text`` with every control character escaped, so that it stays inside a comment."""
+    if text.isprintable():
+        return text
     return "".join(character if character.isprintable() else ascii(character)[1:-1] for character in text)
 
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
 from torch import fx
 
 from graphopt.errors import ProgramError
 from graphopt.ir import ops
+from graphopt.ir.inference import facts
 from graphopt.ir.program import Program
 from graphopt.ir.spec import ScalarSpec, TensorSpec
 from graphopt.ir.text import node_text, value_text
@@ -36,19 +34,33 @@ def check_structure(program: Program) -> None:
 def check_functional(program: Program) -> None:
     """Raise ProgramError if an operator writes into its argument."""
     for node in program.ops():
-        if ops.is_mutating(node) or ops.writes_running_statistics(node):
+        if _writes(node):
             raise node_error(program, node, "an in-place operator before the last pass; programs are functional")
 
 
+def is_functional(program: Program) -> bool:
+    """Whether no operator writes into its argument."""
+    return not any(map(_writes, program.ops()))
+
+
+def _writes(node: fx.Node) -> bool:
+    return ops.is_mutating(node) or ops.writes_running_statistics(node)
+
+
 def check_inference(program: Program) -> None:
-    """Raise ProgramError where an operator, run again on fake values, gives another shape, dtype, stride or device."""
+    """Raise ProgramError where an operator, run on fake values, gives another shape, dtype, stride or device.
+
+    A value that its operator gave for the very operands it has now needs no second run.
+    """
     for node in program.ops():
+        if program.is_inferred(node):
+            continue
         recorded = node.meta["val"]
         try:
             inferred = program.infer(node)
         except Exception as error:
             raise node_error(program, node, f"the operator rejects its arguments: {error}") from error
-        if _facts(recorded) != _facts(inferred):
+        if facts(recorded) != facts(inferred):
             message = f"recorded as {value_text(recorded)}, but the operator gives {value_text(inferred)}"
             raise node_error(program, node, message)
 
@@ -92,11 +104,3 @@ def _check_outputs(program: Program) -> None:
 
 def _is_known_target(node: fx.Node) -> bool:
     return ops.is_getitem(node) or ops.is_scalar_op(node) or ops.overload(node) is not None
-
-
-def _facts(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return TensorSpec.of(value)
-    if isinstance(value, (tuple, list)):
-        return tuple(_facts(item) for item in value)
-    return type(value)

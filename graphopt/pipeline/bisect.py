@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from graphopt.errors import PassError
-from graphopt.ir.numeric import Difference, differences, random_inputs
+from graphopt.ir.numeric import Difference, random_inputs
 from graphopt.ir.program import Program
 from graphopt.ir.spec import OutputKind
 from graphopt.ir.text_diff import text_diff
 from graphopt.pipeline.pass_base import Numerics, Pass
 from graphopt.pipeline.pipeline import Pipeline, Verify
-from graphopt.pipeline.prove import numeric_tolerance
+from graphopt.pipeline.prove import wrong_numbers
 
 _INFINITE = float("inf")
 _NUM_DIFFERENCES = 10
@@ -91,12 +91,12 @@ def _differences(item: Pass, before: Program, after: Program, numbers: Sequence[
     kept = [(output.kind, output.name) for output in after.signature.outputs]
     for output in before.signature.outputs:
         if (output.kind, output.name) not in kept:
-            yield Difference(output.name, str(output.kind), _INFINITE, _INFINITE)
+            yield Difference(output.name, str(output.kind), _INFINITE, _INFINITE, _INFINITE)
     shared = _with_outputs(before, kept)
     if shared is None:
         return
     try:
-        found = differences(shared, after, numbers, tolerance=numeric_tolerance(item))
+        found = wrong_numbers(item, shared, after, numbers)
     except Exception:  # a program that breaks the rules of the IR may not run; the reason says why
         return
     yield from found

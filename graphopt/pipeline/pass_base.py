@@ -58,7 +58,9 @@ class Pass(ABC):
     """The stage of Program it accepts; ANY for every stage."""
     numerics: ClassVar[Numerics] = Numerics.EXACT
     tolerance: ClassVar[float | None] = None
-    """The largest relative error that the numeric check allows; None for what is usual for ``numerics``."""
+    """The largest error that the numeric check allows, over the largest value; None for what is usual for ``numerics``.
+    All errors together may be a quarter of it, as norms.
+    """
     after: ClassVar[tuple[str, ...]] = ()
     """Names of passes that must not come later in the same pipeline."""
     in_place: ClassVar[bool] = False

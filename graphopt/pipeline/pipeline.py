@@ -11,6 +11,7 @@ from typing import Any
 from graphopt.errors import BudgetError, PipelineError, ProgramError, UnsupportedError
 from graphopt.ir.liveness import Workspace, no_workspace, plan_memory, saved_bytes
 from graphopt.ir.program import Program, Stage
+from graphopt.ir.storage import storage_map
 from graphopt.pipeline.parse import parse_passes
 from graphopt.pipeline.pass_base import Changes, Numerics, Pass, PassRecord
 from graphopt.pipeline.prove import Verify, contract_error, prove
@@ -86,7 +87,7 @@ class Pipeline:
         _check_numerics(self.passes, numerics)
         if not self.passes:
             return program
-        current = _Known.of(program, workspace)
+        current = _Known.of(program, program.text(), workspace)
         for item in self.passes:
             current = run.one(item, current)
         return current.program
@@ -102,9 +103,10 @@ class _Known:
     saved_bytes: int
 
     @classmethod
-    def of(cls, program: Program, workspace: Workspace) -> _Known:
-        peak = plan_memory(program, workspace=workspace).peak_bytes
-        return cls(program, program.text(), peak, saved_bytes(program))
+    def of(cls, program: Program, text: str, workspace: Workspace) -> _Known:
+        storages = storage_map(program)
+        peak = plan_memory(program, workspace=workspace, storages=storages).peak_bytes
+        return cls(program, text, peak, saved_bytes(program, storages=storages))
 
 
 @dataclass(frozen=True)
@@ -155,8 +157,7 @@ class _Run:
         )
         if is_unchanged:
             return replace(before, program=program)
-        peak = plan_memory(program, workspace=self.workspace).peak_bytes
-        return _Known(program, text, peak, saved_bytes(program))
+        return _Known.of(program, text, self.workspace)
 
 
 def _record(item: Pass, before: _Known, after: _Known, changes: Changes, *, seconds: float) -> PassRecord:

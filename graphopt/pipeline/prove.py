@@ -7,16 +7,17 @@ from enum import StrEnum
 from typing import Any
 
 from graphopt.errors import PassError, ProgramError
-from graphopt.ir.numeric import differences, random_inputs
+from graphopt.ir.call_by_call import differences_of_calls
+from graphopt.ir.numeric import Difference, differences, random_inputs
 from graphopt.ir.program import Program
 from graphopt.ir.text_diff import text_diff
-from graphopt.ir.verify import check_functional, check_inference, check_structure
+from graphopt.ir.verify import check_functional, check_inference, check_structure, is_functional
 from graphopt.pipeline.pass_base import Changes, Numerics, Pass
 
 _MOST_DIFF_LINES = 60  # what fits on a screen or two
 
-# Largest relative error a pass of each class may cause in the numeric check. 1e-4 is 1,000 roundings of float32;
-# 0.1 is 25 roundings of bfloat16.
+# Largest error a pass of each class may cause in the numeric check, relative to the largest value; all errors together,
+# as norms, a quarter of it (``NORM_SHARE``). 1e-4 is 1,000 roundings of float32; 0.1 is 25 roundings of bfloat16.
 NUMERIC_TOLERANCE = {
     Numerics.EXACT: 0.0,
     Numerics.REASSOCIATES: 1e-4,
@@ -25,9 +26,17 @@ NUMERIC_TOLERANCE = {
 }
 
 
-def numeric_tolerance(item: Pass) -> float:
-    """The largest relative error that ``item`` may cause in the numeric check."""
-    return NUMERIC_TOLERANCE[Numerics(item.numerics)] if item.tolerance is None else item.tolerance
+def wrong_numbers(item: Pass, before: Program, after: Program, inputs: Sequence[Any]) -> tuple[Difference, ...]:
+    """What ``item`` computes otherwise than it may: outputs; values too, where its numerics are not exact.
+
+    An exact pass is bit-equal. Another one keeps its outputs within its tolerance, or, where the program makes more of
+    small errors than that, the result of every call that was given the right numbers.
+    """
+    tolerance = NUMERIC_TOLERANCE[Numerics(item.numerics)] if item.tolerance is None else item.tolerance
+    found = differences(before, after, inputs, tolerance=tolerance)
+    if not found or not tolerance or not (is_functional(before) and is_functional(after)):
+        return found
+    return differences_of_calls(before, after, inputs, tolerance=tolerance)
 
 
 class Verify(StrEnum):
@@ -55,7 +64,7 @@ def prove(
         raise contract_error(item, before, after, f"it changed the signature: {_signature_change(before, after)}")
     try:
         check_structure(after)
-        if not item.in_place and not _was_in_place(before):
+        if not item.in_place and is_functional(before):
             check_functional(after)
         if level is not Verify.STRUCTURE:
             check_inference(after)
@@ -70,18 +79,10 @@ def prove(
 
 def _prove_numbers(item: Pass, before: Program, after: Program, inputs: Sequence[Any] | None) -> None:
     numbers = random_inputs(before) if inputs is None else inputs
-    found = differences(before, after, numbers, tolerance=numeric_tolerance(item))
+    found = wrong_numbers(item, before, after, numbers)
     if found:
         listed = "\n  ".join(map(str, found))
         raise contract_error(item, before, after, f"it declares {item.numerics}, but numbers differ:\n  {listed}")
-
-
-def _was_in_place(program: Program) -> bool:
-    try:
-        check_functional(program)
-    except ProgramError:
-        return True
-    return False
 
 
 def contract_error(item: Pass, before: Program, after: Program, reason: str) -> PassError:
@@ -90,7 +91,7 @@ def contract_error(item: Pass, before: Program, after: Program, reason: str) -> 
         diff = _shortened(text_diff(before.text(), after.text(), "last good", item.name))
     except Exception as error:  # a broken pass may leave a graph that does not even print
         diff = f"(the program after the pass does not print: {error})"
-    command = f"graphopt bisect MODEL.py:make --outputs ... --passes '{item}'"
+    command = f"graphopt bisect MODEL.py:make --outputs ..., with --passes '{item}', or --precision or --fp8 as it was"
     return PassError(
         f"pass {item.name} broke its contract: {reason}\n"
         f"difference to the last good program:\n{diff}\nto reproduce: {command}"

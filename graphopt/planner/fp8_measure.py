@@ -49,9 +49,10 @@ def measure_device(device: torch.device) -> MeasuredTable:
         raise UnsupportedError(f"{support.reason}: there is nothing to measure")
     properties = torch.cuda.get_device_properties(device)
     name = class_of_device(properties.name, (properties.major, properties.minor)).name
-    return measure_table(
-        device, name, device_timer(device), needs_two_layouts=support.needs_two_layouts, sizes=MEASURED_SIZES
-    )
+    with torch.cuda.device(device):  # events are recorded on the stream of the current device
+        return measure_table(
+            device, name, device_timer(device), needs_two_layouts=support.needs_two_layouts, sizes=MEASURED_SIZES
+        )
 
 
 def measure_table(

@@ -16,7 +16,6 @@ CPU_ROWS = (
     ("tensorwise", "emulation"),
     ("tensorwise", "torch._scaled_mm"),
     ("rowwise", "emulation"),
-    ("rowwise", "torch._scaled_mm"),
     ("blockwise", "emulation"),
 )
 

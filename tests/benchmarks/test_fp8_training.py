@@ -89,6 +89,7 @@ def test_names_that_are_no_recipes_and_seeds_that_are_no_numbers_are_refused():
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)  # fifteen runs
 def test_every_recipe_ends_within_a_hundredth_of_bf16(tmp_path):
     """A shorter version of the benchmark, which runs 1,000 steps."""
     setting = dataclasses.replace(TrainingSetting(), steps=300)

@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from benchmarks.drift import COMPANDED, DYNAMIC, FLOAT32, DriftFigures
 from benchmarks.facts_llama import FactsFigures
+from benchmarks.fp8_peers_table import PeerFigures
 from benchmarks.fp8_training_table import Fp8TrainingFigures
 from benchmarks.frontier_rows import AT_PEAK, FrontierFigures
 from benchmarks.machine import Machine
@@ -207,3 +208,15 @@ def test_refuses_rows_of_another_kind(folder: Path) -> None:
 
     with pytest.raises(DataError, match=r"vit-b16\.jsonl:1 is no row"):
         results_page(folder)
+
+
+def test_the_readme_shows_fp8_beside_its_peers():
+    subject = Subject("4 llama-block-512", 1, "2 x 512 positions", ("loss",))
+    rows = tuple(
+        Row(subject, MACHINE, PeerFigures(way, peak * MIB, block * MIB, 100 * MIB, 20 * MIB, 22.0, "0.q.weight"))
+        for way, peak, block in (("eager", 100, 20), ("graphopt rowwise", 65, 11))
+    )
+    section = readme_section((), fp8=[rows])
+    assert "forward and backward of 4 llama-block-512 in bf16, 2 x 512 positions" in section
+    (line,) = [line for line in section.splitlines() if "graphopt rowwise" in line]
+    assert [cell.strip() for cell in line.split("|")[2:6]] == ["65.0 MiB", "0.65", "11.0 MiB", "0.55"]

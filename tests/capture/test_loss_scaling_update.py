@@ -13,6 +13,7 @@ from graphopt import LossScale, optim
 from graphopt.capture.loss_scaling import LOSS_SCALE, OVERFLOW
 from graphopt.capture.update import _takes_factor
 from graphopt.execute.segments import split_segments
+from graphopt.ir.decisions import Action
 from graphopt.ir.liveness import plan_memory
 from graphopt.ir.numeric import random_inputs
 from graphopt.ir.spec import InputKind, OutputKind
@@ -58,6 +59,13 @@ def test_gradients_are_not_released_early_and_the_report_says_why():
     assert len(refusals) == 4 and all("computed from several gradients" in reason for reason in refusals)
     released = [record for record in scaled_step(scale=False).program.history if record.name == "release-gradients"]
     assert not released[0].refusals
+
+
+@pytest.mark.parametrize(("precision", "scale"), [("fp16", True), ("bf16", True), ("fp8", False)])
+def test_gradients_that_wait_for_each_other_wait_as_they_were_computed(precision, scale):
+    model = TwoLayers()
+    kept = scaled_step(model=model, precision=precision, scale=scale).program.decisions.with_action(Action.KEEP)
+    assert sum(row.nbytes for row in kept) == 2 * sum(parameter.numel() for parameter in model.parameters())
 
 
 def test_forward_and_backward_are_those_of_the_unscaled_loss():

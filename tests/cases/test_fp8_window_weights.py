@@ -6,6 +6,7 @@ from collections import Counter
 
 import pytest
 import torch
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support.fp8_state import RECIPES, batches, fp8_step, fresh_step, history_of, remembered, restart, start_of
@@ -109,6 +110,31 @@ def test_a_parameter_written_within_a_window_is_quantized_again():
             _double(step)
         losses.append(step(**batch).loss.item())
     assert losses[0] == losses[1]
+
+
+class Masked(nn.Module):
+    """A layer, and one whose weight is masked by a buffer that each forward doubles."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.plain, self.masked = nn.Linear(32, 32), nn.Linear(32, 32)
+        self.register_buffer("mask", torch.eye(32))
+
+    def forward(self, x):
+        weight = self.masked.weight * self.mask
+        self.mask.mul_(2)
+        return {"loss": nn.functional.linear(torch.tanh(self.plain(x)), weight).square().mean()}
+
+
+def test_a_weight_that_depends_on_a_buffer_is_seen_in_each_micro_batch():
+    step = fp8_step(DELAYED, Masked(), accumulate=2)
+    largest = step.model.masked.weight.diag().abs().max().item()
+    for batch in batches(2):
+        step(**batch)
+    rows = history_of(step)
+    assert rows["weight"] == [2 * largest, largest, 0.0, 0.0]
+    assert [value > 0 for value in rows["plain.weight"]] == [True, False, False, False]
 
 
 def _double(step) -> None:

@@ -91,6 +91,15 @@ def test_no_operand_is_widened_as_a_whole(grids, monkeypatch):
     assert measure_memory(lambda: emulate(product)).peak_bytes <= result_bytes + pieces_bytes + few_tiles_bytes
 
 
+@pytest.mark.parametrize(("grids", "num_tiles"), [(GRIDS["rowwise"], 1), (GRIDS["blockwise"], 2)])
+def test_products_of_scales_exist_for_some_rows_at_a_time(grids, num_tiles):
+    product = random_product(512, 512, 64, grids, dtype=torch.bfloat16)
+    result_bytes, wide_bytes, tile_bytes = 512 * 512 * 2, 2 * 512 * 64 * 4, 512 * 512 * 4
+    scales_bytes = fp8_matmul_cpu.SCALED_ROWS * 512 * 4 + 16384  # of some rows; the scales of rows and columns
+    peak = measure_memory(lambda: emulate(product)).peak_bytes
+    assert peak <= result_bytes + wide_bytes + num_tiles * tile_bytes + scales_bytes
+
+
 @pytest.mark.parametrize("grids", GRIDS.values(), ids=GRIDS)
 def test_zeros_stay_zeros_and_leave_others_alone(grids):
     a, b = torch.randn(130, 260), torch.randn(260, 40)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
@@ -72,6 +73,20 @@ def test_nothing_is_measured_while_a_cuda_graph_is_recorded(chooser, monkeypatch
     product = random_product(70, 32, 48)
     assert torch.equal(fp8_matmul_choice.run(product, HOPPER), emulate(product))
     assert chooser == [] and fp8_matmul_choice.choices(torch.device("cpu")) == ()
+
+
+def test_it_is_measured_on_the_device_of_the_product(chooser, monkeypatch):
+    entered = []
+
+    @contextmanager
+    def on_device(device):
+        entered.append(device)
+        yield
+        assert len(chooser) == 2, "measured inside"
+
+    monkeypatch.setattr(fp8_matmul_choice, "on_device", on_device)
+    fp8_matmul_choice.run(random_product(70, 32, 48), HOPPER)
+    assert entered == [torch.device("cpu")]
 
 
 def test_what_fails_is_noted_and_not_chosen():

@@ -81,9 +81,8 @@ def test_a_llama_block_quantizes_each_value_once():
     ids = torch.randint(0, 32, (1, 16))
     program = joint_program(model, {"input_ids": ids, "labels": ids})
     head = [product for product in find_products(program) if "lm_head" in product.module]
-    # Not at the numeric level: on random weights a transformer is chaotic, and bfloat16 alone is beyond the tolerance.
     marked = tagged(program, skip={product.node.name for product in head})
-    after = Pipeline((InsertQuantize(),)).run(marked, verify="infer")
+    after = Pipeline((InsertQuantize(),)).run(marked, verify="numeric")
     kinds = [(name.startswith("p_"), format) for name, format in quantized(after)]
     assert num_fp8_products(after) == 7 * 3
     # Query, key and value read one value; so do gate and up; then those of o_proj and down_proj.
