@@ -41,6 +41,7 @@ class Fp8History:
         table = self._tables.get(state_name)
         if table is None or table.names != names:
             self._park(state_name)
+            self._park_those_with(names)
             table = self._tables[state_name] = _Table(names, self._assembled(names, device))
         if table.values.device != device:
             table.values = table.values.to(device)
@@ -64,8 +65,7 @@ class Fp8History:
         if table is not None:
             table.values.copy_(values)
             return
-        for state_name in [key for key, other in self._tables.items() if not set(names).isdisjoint(other.names)]:
-            self._park(state_name)
+        self._park_those_with(names)
         self._parked.update(zip(names, (self._fitted(row) for row in values), strict=True))
 
     def rows(self) -> dict[str, torch.Tensor]:
@@ -87,6 +87,12 @@ class Fp8History:
         table = self._tables.pop(state_name, None)
         if table is not None:
             self._parked.update(zip(table.names, table.values.clone().unbind(), strict=True))
+
+    def _park_those_with(self, names: tuple[str, ...]) -> None:
+        """Park each table that has a row of ``names``: a tensor that noise is part of in training alone changes
+        tables."""
+        for state_name in [key for key, table in self._tables.items() if not set(names).isdisjoint(table.names)]:
+            self._park(state_name)
 
     def _assembled(self, names: tuple[str, ...], device: torch.device) -> torch.Tensor:
         rows = [self._parked.pop(name, None) for name in names]
