@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -62,7 +63,9 @@ def with_progress(items: Iterable[Item], *, total: int, description: str) -> Ite
 
 
 def quiet_transformers() -> None:
-    """Keep transformers' hints about configs to itself: they are for people who load weights."""
+    """Keep transformers' hints about configs to itself: they are for people who load weights. It may be missing."""
+    if find_spec("transformers") is None:
+        return
     import transformers
 
     transformers.logging.set_verbosity_error()

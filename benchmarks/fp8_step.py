@@ -14,6 +14,7 @@ import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from typing import Annotated, Any
 
 import torch
@@ -30,6 +31,7 @@ from benchmarks.machine import this_machine
 from benchmarks.measure import model_tensors, optimizer_tensors, storage_bytes
 from benchmarks.rows import RESULTS, Row, Subject, store_rows
 from benchmarks.steps import first_line
+from graphopt.errors import UnsupportedError
 from graphopt.execute.measure import measure_memory
 from graphopt.ir.liveness import saved_bytes
 from graphopt.optim import AdamW8bit
@@ -55,7 +57,9 @@ class LlamaSize:
     length: int
 
     def make_model(self) -> nn.Module:
-        """The model with random weights, on the default device."""
+        """The model with random weights, on the default device. UnsupportedError without transformers."""
+        if find_spec("transformers") is None:
+            raise UnsupportedError("the step is that of a transformers model, and there is no transformers: install it")
         from transformers import LlamaConfig, LlamaForCausalLM
 
         config = LlamaConfig(

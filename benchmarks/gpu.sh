@@ -5,8 +5,8 @@
 #
 #   benchmarks/gpu.sh                    PYTHON=python3.12 benchmarks/gpu.sh      SKIP_INSTALL=1 benchmarks/gpu.sh
 #
-# Nothing is downloaded: torch (2.11 or newer) with its Triton, transformers and graphopt's other dependencies must be
-# there. Without a GPU all parts run at tiny sizes on the CPU, FP8 emulated, and rows go to a folder that is thrown away.
+# Nothing is downloaded: torch (2.11 or newer) with its Triton and graphopt's other dependencies must be there, and
+# transformers for the steps. Without a GPU all parts run at tiny sizes on the CPU, FP8 emulated, and rows go to a folder that is thrown away.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 
@@ -42,9 +42,8 @@ if [[ -z ${SKIP_INSTALL:-} ]]; then
 fi
 # From elsewhere, since the folder of the checkout is importable too, without its passes and kernels.
 if ! (cd / && timeout 90 "$PYTHON" -W ignore -c '
-import torch, graphopt, graphopt.passes, graphopt.kernels
-from importlib.metadata import version
-print("torch", torch.__version__, "triton", version("triton"), "graphopt from", graphopt.__file__)'); then
+import torch, triton, graphopt, graphopt.passes, graphopt.kernels
+print("torch", torch.__version__, "triton", triton.__version__, "graphopt from", graphopt.__file__)'); then
   echo "graphopt cannot be imported: with setuptools 77 or newer, '$PYTHON -m pip install --no-build-isolation --no-deps -e .'" >&2
   exit 1
 fi

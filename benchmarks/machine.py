@@ -42,14 +42,12 @@ class Machine:
 
 def this_machine() -> Machine:
     """The Machine this process runs on, now."""
-    import transformers
-
     return Machine(
         cpu=_cpu_model(),
         num_cores=os.cpu_count() or 1,
         num_threads=torch.get_num_threads(),
         torch=torch.__version__,
-        transformers=transformers.__version__,
+        transformers=_version_of("transformers") or "none",
         python=platform.python_version(),
         os=f"{platform.system()} {platform.release()}",
         graphopt=__version__,
@@ -57,7 +55,7 @@ def this_machine() -> Machine:
         dirty=bool(_git("status", "--porcelain", "--", ".", _NOT_RESULTS)),
         date=datetime.now(UTC).strftime("%Y-%m-%d"),
         gpu=_gpu(),
-        triton=_triton(),
+        triton=_version_of("triton"),
     )
 
 
@@ -76,9 +74,9 @@ def _gpu() -> str | None:
     return f"{torch.cuda.get_device_name()} (sm_{major}{minor}, CUDA {torch.version.cuda})"
 
 
-def _triton() -> str | None:
+def _version_of(package: str) -> str | None:
     try:
-        return version("triton")
+        return version(package)
     except PackageNotFoundError:
         return None
 

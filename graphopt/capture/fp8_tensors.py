@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
 from enum import StrEnum
 
+import torch
 from torch import fx
 
 from graphopt.ir import ops
@@ -50,9 +51,20 @@ def quantized_tensors(program: Program) -> tuple[QuantizedTensor, ...]:
     groups: dict[tuple[fx.Node, str], list[fx.Node]] = {}
     for node in program.ops():
         if finds_scales(node):
-            groups.setdefault((ops.behind_views(node.args[0]), str(node.args[1])), []).append(node)  # type: ignore[arg-type]
+            groups.setdefault((_behind_whole_views(node.args[0]), str(node.args[1])), []).append(node)  # type: ignore[arg-type]
     namer = _Namer(program)
-    return tuple(namer.named(source, tuple(nodes)) for (source, _), nodes in groups.items())
+    return tuple(namer.named(ops.behind_views(source), tuple(nodes)) for (source, _), nodes in groups.items())
+
+
+def _behind_whole_views(node: fx.Node) -> fx.Node:
+    """What ``node`` shows all elements of. Slices of one value are several tensors: each has a largest value of its
+    own, and may alone hold Inf or NaN."""
+    while ops.is_view(node) and not ops.is_call(node, torch.ops.aten.as_strided.default):
+        source = node.all_input_nodes[0]
+        if source.meta["val"].numel() != node.meta["val"].numel():
+            break
+        node = source
+    return node
 
 
 def depends_on_parameters_alone(program: Program) -> Set[fx.Node]:

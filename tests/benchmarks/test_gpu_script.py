@@ -12,10 +12,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.command import quiet_transformers
 from benchmarks.fp8_step import TINY, Fp8StepFigures, measure_steps, step_table
+from benchmarks.machine import this_machine
 from benchmarks.rows import load_rows
 from benchmarks.update_traffic import OWN, TINY_SHAPE, TrafficFigures, measure_traffic, traffic_bytes, traffic_table
-from graphopt.errors import DataError
+from graphopt.errors import DataError, UnsupportedError
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
@@ -72,6 +74,14 @@ def test_a_precision_that_fails_says_why(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr("benchmarks.fp8_step._measured", fails)
     (row,) = measure_steps(TINY, ["bf16"], 1, CPU)
     assert row.figures.note == "DataError: out of memory"
+
+
+def test_only_the_steps_need_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)  # an import of it fails
+    quiet_transformers()
+    assert this_machine().torch == torch.__version__
+    with pytest.raises(UnsupportedError, match="install it"):
+        next(measure_steps(TINY, ["bf16"], 1, CPU))
 
 
 def test_updates_are_held_against_the_bytes_that_must_move() -> None:

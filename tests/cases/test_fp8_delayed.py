@@ -196,6 +196,33 @@ class Extremes(nn.Module):
         return {"loss": torch.tanh(self.linear(x) / 1e38).float().mean()}
 
 
+class Sliced(nn.Module):
+    """One parameter that two products read a half of each, as the projections of attention do; one half is larger."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.weight = nn.Parameter(torch.randn(64, 32))
+        with torch.no_grad():
+            self.weight[32:] *= 1000
+
+    def forward(self, x):
+        halves = (nn.functional.linear(x, half) for half in (self.weight[:32], self.weight[32:]))
+        return {"loss": sum(half.square().mean() for half in halves)}
+
+
+def test_each_slice_of_a_value_has_a_scale_and_evidence_of_its_own():
+    batch = batches(1)[0]
+    expected, step = (fp8_step(RECIPES[name], Sliced()) for name in ("tensorwise", "delayed"))
+    assert step(**batch).loss.item() == expected(**batch).loss.item()
+    first, second = (history_of(step)[name][0] for name in ("weight", "weight#2"))
+    assert second > 500 * first
+    with torch.no_grad():
+        step.model.weight[40, 20] = float("inf")
+    assert not step(**batch).loss.isfinite()
+    assert "weight#2" in step.last_update.skipped
+
+
 def test_ten_in_a_row_are_warned_about(caplog):
     step = fresh_step(RECIPES["tensorwise"])
     bad = spoiled(batches(1)[0], float("nan"))

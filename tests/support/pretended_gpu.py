@@ -1,7 +1,7 @@
 """A GPU that is pretended: tensors on "cuda" in the host's memory, Triton's kernels in its interpreter.
 
-For programs of their own: ``pretend_a_gpu(library, capability)`` comes before torch and Triton are imported, and nothing is
-undone. See ``pretended_gpu.cpp`` for operators.
+For programs of their own: ``pretend_a_gpu(library, capability)`` comes before torch and Triton are imported; nothing
+is undone. See ``pretended_gpu.cpp`` for operators.
 """
 
 from __future__ import annotations
