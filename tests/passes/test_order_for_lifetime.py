@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import time
 
 import pytest
@@ -176,7 +177,9 @@ def test_must_come_after_the_gradients_are_released():
 MODELS = ["llama", "gpt2", "bert", "vit", "whisper", "mixtral", "mamba", "cnn", "lstm", "transformer-dropout"]
 
 
+@functools.cache
 def released_step(name: str) -> Program:
+    """The step of a tiny model as the pass gets it; a pipeline leaves it as it is."""
     tiny = tiny_model(name)
     passes = default_pipeline(Stage.STEP).passes
     until = [item.name for item in passes].index("release-gradients") + 1

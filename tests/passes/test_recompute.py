@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -26,7 +27,7 @@ from graphopt.passes.reuse_last_use import ReuseLastUse
 from graphopt.pipeline.pipeline import Pipeline, Verify
 from tests.support.graphs import run_pass, targets
 from tests.support.models import tiny_model
-from tests.support.plans import planned_step, random_outcome
+from tests.support.plans import Planned, planned_step, random_outcome
 from tests.support.steps import step_program
 
 aten = torch.ops.aten
@@ -218,11 +219,17 @@ def test_attention_runs_again_whole():
 # ---- whole steps --------------------------------------------------------------------------------------------------
 
 
+@functools.cache
+def planned_tiny(name: str) -> Planned:
+    """The step of a tiny model before anything is decided."""
+    tiny = tiny_model(name)
+    return planned_step(tiny.model, tiny.batch)
+
+
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("name", ["mlp", "gpt2", "resnet", "transformer-dropout"])
 def test_no_bit_of_a_step_changes_whatever_is_dropped(name, seed):
-    tiny = tiny_model(name)
-    step = planned_step(tiny.model, tiny.batch)
+    step = planned_tiny(name)
     outcome = random_outcome(step.graph, seed)
     program = marked(step.program.copy(), *(step.graph.nodes[step.graph.value[s]].name for s in outcome.choice.dropped))
     Pipeline((Recompute(), DropDead())).run(program, verify=Verify.NUMERIC)
