@@ -2,8 +2,9 @@
 
 ``python -m benchmarks.fp8_peers [--width 512] [--tokens 1024] [--layers 4]``
 
-One model in bf16, forward and backward, no optimizer and nothing computed again; every way trains the same weights on
-the same batch, blocks in FP8 and the head not; torchao as it comes and under torch.compile. Peaks are the allocator's
+One model in bf16, forward and backward, no optimizer; every way trains the same weights on one batch, blocks in FP8
+and the head not. torchao as it comes and under torch.compile, which computes pointwise values again as it sees fit;
+graphopt computes nothing again, but in the way that says which checkpoints it has. Peaks are the allocator's
 events above parameters and batch; what a block adds is the peak of ``layers`` blocks less that of one block fewer. On a
 CPU both emulate FP8: torchao in the dtype of the operands. Decibels are those of the worst gradient,
 20 log10(|g| / |g - h|), against the same weights in float32. Without torchao its ways are left out, with a line that
@@ -36,6 +37,7 @@ from graphopt.execute.measure import measure_memory
 from graphopt.precision import Precision
 
 TORCHAO_RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
+_EVERY_BLOCK = graphopt.checkpoint.EveryN(1)
 
 Forward = Callable[..., Any]
 
@@ -48,6 +50,9 @@ def ways() -> dict[str, Callable[[LlamaBlocks], Forward]]:
         found |= {f"{TORCHAO} {name}, {TORCH_COMPILE}": _by_torchao(name, torch.compile) for name in TORCHAO_RECIPES}
     found[f"{GRAPHOPT} bf16"] = _compiled(Precision(compute="bf16"))
     found |= {f"{GRAPHOPT} {name}": _compiled(Precision(compute="fp8", fp8=recipe(name, "all"))) for name in DYNAMIC}
+    found[f"{GRAPHOPT} rowwise, {_EVERY_BLOCK}"] = _compiled(
+        Precision(compute="fp8", fp8=recipe("rowwise", "all")), checkpoint=_EVERY_BLOCK
+    )
     return found
 
 
@@ -62,8 +67,8 @@ def _by_torchao(name: str, wrap: Callable[[Any], Any] = lambda model: model) -> 
     return convert
 
 
-def _compiled(precision: Precision) -> Callable[[LlamaBlocks], Forward]:
-    return lambda model: graphopt.compile(model, outputs=["loss"], precision=precision, backend="aten")
+def _compiled(precision: Precision, **options: Any) -> Callable[[LlamaBlocks], Forward]:
+    return lambda model: graphopt.compile(model, outputs=["loss"], precision=precision, backend="aten", **options)
 
 
 @dataclass(frozen=True)

@@ -38,14 +38,14 @@ part() {
 
 if [[ -z ${SKIP_INSTALL:-} ]]; then
   timeout 90 "$PYTHON" -m pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps -e . \
-    || echo "the checkout could not be installed; going on with what is installed"
+    || echo "the checkout could not be installed (setuptools 77 or newer must be there); going on with what is installed"
 fi
 # From elsewhere, since the folder of the checkout is importable too, without its passes and kernels.
 if ! (cd / && timeout 90 "$PYTHON" -W ignore -c '
 import torch, graphopt, graphopt.passes, graphopt.kernels
 from importlib.metadata import version
 print("torch", torch.__version__, "triton", version("triton"), "graphopt from", graphopt.__file__)'); then
-  echo "graphopt cannot be imported: install it with '$PYTHON -m pip install --no-build-isolation --no-deps -e .'" >&2
+  echo "graphopt cannot be imported: with setuptools 77 or newer, '$PYTHON -m pip install --no-build-isolation --no-deps -e .'" >&2
   exit 1
 fi
 

@@ -13,7 +13,7 @@ import torch
 from graphopt.capture.accumulation import append_window
 from graphopt.capture.ambient import without_autocast
 from graphopt.capture.batch import BatchBinder, BoundBatch
-from graphopt.capture.differentiate import differentiable_outputs, differentiate
+from graphopt.capture.differentiate import differentiable_outputs, differentiate, without_gradient
 from graphopt.capture.export import Captured, OutputRequest, capture_program
 from graphopt.capture.fp8_scaling import read_history, watch_module, watch_step
 from graphopt.capture.loss_weight import LossWeight, find_loss_weight
@@ -38,10 +38,11 @@ from graphopt.ir.spec import UPDATE_KINDS, OutputKind, TensorSpec
 from graphopt.ir.units import format_bytes
 from graphopt.optim.base import Optimizer
 from graphopt.options import CompileOptions
-from graphopt.pipeline.default import default_pipeline, inference_passes, with_less_room, with_micro_steps
+from graphopt.pipeline.default import default_pipeline, with_less_room, with_micro_steps
 from graphopt.pipeline.dump import Dump
 from graphopt.pipeline.pipeline import Pipeline
 from graphopt.planner.decide import MemoryRequest
+from graphopt.planner.fp8_devices import device_class
 from graphopt.precision import FULL, Precision, precision_for
 from graphopt.report.build import build_report
 
@@ -87,6 +88,8 @@ class Builder:
         self.request = OutputRequest(options.outputs, options.loss, require_loss=options.optimizer is not None)
         self.binder = BatchBinder(model, allow_extra=callable(options.loss))
         self.precision = precision_for(model, options.precision)
+        if self.precision.fp8 is not None and self.precision.fp8.target is not None:
+            device_class(self.precision.fp8.target)  # before any batch: a name that is no device's is an error
         self.workspace = MeasuredWorkspace()
         self.dump_folders: list[Path] = []
         self._trained = NOTHING_TRAINED
@@ -237,17 +240,22 @@ class Builder:
 
     def _inference_program(self, captured: Captured, dump: Dump | None) -> Program:
         """The forward alone, its products as training has them, ready for the passes of a step."""
-        program = captured.program.copy()
-        program.stage = Stage.JOINT  # a joint program without gradients: what decides about products is written for it
-        recipe = self.options.precision.fp8
-        if recipe is not None:
-            program.fp8 = Fp8Table(trained=self._trained)
-            with without_autocast():
-                program = self.run_passes(program, Stage.JOINT, dump, Pipeline(inference_passes(self.precision)))
-                program = read_history(program, recipe)
-            if dump is not None and program.fp8.rows:
-                dump.attach("fp8.txt", program.fp8.text())
+        is_fp8 = self.options.precision.fp8 is not None
+        program = self._inference_in_fp8(captured.program, dump) if is_fp8 else captured.program.copy()
         program.stage = Stage.STEP
+        return program
+
+    def _inference_in_fp8(self, forward: Program, dump: Dump | None) -> Program:
+        """``forward`` as a joint program without gradients, which what decides about products is written for."""
+        recipe = self.options.precision.fp8
+        assert recipe is not None, "asked for FP8"
+        wrt = [name for name, parameter in view_model(self.model).parameters.items() if parameter.requires_grad]
+        with without_autocast():
+            program = without_gradient(forward, wrt=wrt)
+            program.fp8 = Fp8Table(trained=self._trained)
+            program = read_history(self.run_passes(program, Stage.JOINT, dump), recipe)
+        if dump is not None and program.fp8.rows:
+            dump.attach("fp8.txt", program.fp8.text())
         return program
 
     def _far_memory(self) -> FarMemory | None:

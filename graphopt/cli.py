@@ -6,7 +6,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, fields, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 import torch
 import typer
@@ -20,7 +20,7 @@ from graphopt.pipeline.compare import compare_dumps
 from graphopt.pipeline.parse import builtin_passes
 from graphopt.pipeline.pass_base import Pass
 from graphopt.pipeline.pipeline import Pipeline
-from graphopt.precision import FULL, Precision
+from graphopt.precision import FULL, Compute, Precision, precision_of
 from graphopt.user_files import load_model, load_passes
 from graphopt.version import __version__
 
@@ -44,6 +44,8 @@ Passes = Annotated[
     str | None,
     typer.Option(help="Passes to run in place of the default ones, such as drop-dead,dedupe; each at its own stage."),
 ]
+LowPrecision = Annotated[str | None, typer.Option("--precision", help="fp32 (the default), bf16, fp16 or fp8.")]
+Fp8Recipe = Annotated[str | None, typer.Option("--fp8", help="An FP8 recipe: tensorwise (the default), rowwise, ...")]
 Plugin = Annotated[Path | None, typer.Option(help="A Python file whose Pass subclasses can be named in --passes.")]
 
 
@@ -112,18 +114,20 @@ def dump(
     plugin: Plugin = None,
     directory: Annotated[Path, typer.Option("--dir", help="Where the dump's folder is made.")] = Path("dumps"),
     explain_fp8: Annotated[bool, typer.Option("--explain-fp8", help="Print what runs in FP8, and why.")] = False,
-    fp8: Annotated[str | None, typer.Option(help="An FP8 recipe: tensorwise (the default), rowwise, ...")] = None,
+    precision: LowPrecision = None,
+    fp8: Fp8Recipe = None,
     device: Annotated[str | None, typer.Option("--target", help="Whose costs count for FP8, such as H100.")] = None,
 ) -> None:
     """Capture a model, train nothing, and write the dump: each stage and pass, the emitted code, memory and report."""
 
     pipeline = _pipeline(passes, plugin)
-    precision = _fp8_precision(fp8, device) if explain_fp8 or fp8 or device else FULL
-    if pipeline is not None and precision is not FULL:
-        raise DataError("--explain-fp8, --fp8 and --target expect the default passes, came --passes; leave one out")
+    wanted = _precision("fp8" if explain_fp8 and precision is None else precision, fp8, device)
+    if explain_fp8 and wanted.fp8 is None:
+        raise DataError(f"--explain-fp8 expects --precision fp8, came {precision!r}; leave --precision out")
+    _refuse_both(pipeline, wanted)
     user = load_model(target)
     folder, report = dump_model(
-        user.model, user.batch, outputs=_names(outputs), passes=pipeline, directory=directory, precision=precision
+        user.model, user.batch, outputs=_names(outputs), passes=pipeline, directory=directory, precision=wanted
     )
     # A table of products is wider than any terminal, and no line of it may be broken.
     typer.echo(report.fp8.text()) if explain_fp8 else _console().print(str(report))
@@ -142,12 +146,21 @@ def diff(
 
 
 @app.command()
-def bisect(target: Target, outputs: Outputs = "loss", passes: Passes = None, plugin: Plugin = None) -> None:
+def bisect(
+    target: Target,
+    outputs: Outputs = "loss",
+    passes: Passes = None,
+    plugin: Plugin = None,
+    precision: LowPrecision = None,
+    fp8: Fp8Recipe = None,
+) -> None:
     """Find the first pass that breaks its contract or changes numbers beyond its declared numerics."""
 
     pipeline = _pipeline(passes, plugin)
+    wanted = _precision(precision, fp8)
+    _refuse_both(pipeline, wanted)
     user = load_model(target)
-    result = bisect_model(user.model, user.batch, outputs=_names(outputs), passes=pipeline)
+    result = bisect_model(user.model, user.batch, outputs=_names(outputs), passes=pipeline, precision=wanted)
     typer.echo(str(result))
     if result.broken is not None:
         raise typer.Exit(_BROKEN_PASS)
@@ -173,13 +186,13 @@ def measure_fp8() -> None:
     from graphopt.planner.fp8_measured import write_table
 
     table = measure_device(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-    path = write_table(table)
     shown = Table("M", "N", "K", "bf16 us", "tensorwise us", "rowwise us", "blockwise us")
     for row in table.products:
         times = (row.bf16, row.tensorwise, row.rowwise, row.blockwise)
         sizes = (row.rows, row.columns, row.contraction)
         shown.add_row(*map(str, sizes), *(f"{seconds * 1e6:.1f}" for seconds in times))
     _console().print(shown)
+    path = write_table(table)  # behind what is shown: half a minute's times are not lost with a folder
     _console().print(
         f"{table.device}: {table.pass_bytes / 1e9:.0f} GB/s in a pass, {table.call_seconds * 1e6:.1f} us a call; "
         f"written to {path}, delete it for estimated rates"
@@ -203,9 +216,24 @@ def demo(
     run_demo(text=text, steps=DEFAULT_STEPS if steps is None else steps, out=out)
 
 
-def _fp8_precision(recipe: str | None, target: str | None) -> Precision:
+def _precision(name: str | None, recipe: str | None, target: str | None = None) -> Precision:
+    """What ``--precision``, ``--fp8`` and ``--target`` mean together; the last two mean FP8 by themselves."""
+    if name is not None and name not in get_args(Compute):
+        known = ", ".join(get_args(Compute))
+        raise DataError(f"--precision expects one of {known}, came {name!r}; a recipe of FP8 is given by --fp8")
+    if recipe is None and target is None:
+        return precision_of(name or "fp32")
+    if name not in (None, "fp8"):
+        raise DataError(f"--fp8 and --target expect --precision fp8, came {name!r}; leave --precision out")
     found = recipe_of(recipe or "tensorwise")
     return Precision(compute="fp8", fp8=found if target is None else replace(found, target=target))
+
+
+def _refuse_both(pipeline: Pipeline | None, precision: Precision) -> None:
+    if pipeline is not None and precision is not FULL:
+        raise DataError(
+            "--precision, --explain-fp8, --fp8 and --target expect the default passes, came --passes; leave one out"
+        )
 
 
 def _pipeline(passes: str | None, plugin: Path | None) -> Pipeline | None:

@@ -20,7 +20,7 @@ from graphopt.pipeline.default import default_pipeline
 from graphopt.pipeline.dump import Dump
 from graphopt.pipeline.pass_base import Pass
 from graphopt.pipeline.pipeline import Pipeline, Verify
-from graphopt.precision import FULL, Precision
+from graphopt.precision import FULL, Precision, precision_for
 from graphopt.report.build import build_report
 from graphopt.report.data import Report
 
@@ -60,15 +60,28 @@ def dump_model(
 
 
 def bisect_model(
-    model: torch.nn.Module, batch: Any, *, outputs: Sequence[str], passes: Pipeline | None
+    model: torch.nn.Module,
+    batch: Any,
+    *,
+    outputs: Sequence[str],
+    passes: Pipeline | None,
+    precision: Precision = FULL,
 ) -> BisectResult:
-    """The first broken pass on the model's own parameters and batch: forward passes, then joint, then step ones."""
-    pipelines = stage_pipelines(passes) if passes is not None else tuple(map(default_pipeline, _STAGES))
+    """The first broken pass on the model's own parameters and batch: forward passes, then joint, then step ones.
+
+    ``passes`` None: the default ones of ``precision``.
+    """
+    wanted = precision_for(model, precision)
+    if passes is not None:
+        pipelines = stage_pipelines(passes)
+    else:
+        forward, joint, step = (default_pipeline(stage, precision=wanted) for stage in _STAGES)
+        pipelines = forward, joint, step
     num_passes, num_before = sum(map(len, pipelines)), 0
     program = capture(model, batch, outputs=outputs)
     for pipeline, stage in zip(pipelines, _STAGES, strict=True):
         if stage is Stage.JOINT:
-            program = training_program(model, batch, outputs=outputs)
+            program = training_program(model, batch, outputs=outputs, precision=wanted)
         program = program.copy()
         program.stage = stage
         found = bisect(program, pipeline, inputs=known_inputs(program, model, batch))

@@ -7,6 +7,7 @@ but ``choose``, a function, of which a text has the name alone.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal, get_args
@@ -176,7 +177,14 @@ def recipe_of(value: Any) -> Recipe:
     if name not in RECIPES:
         raise UnsupportedError(f"an FP8 recipe is one of {', '.join(RECIPES)} or a graphopt.fp8 value, came {value!r}")
     kind = RECIPES[name]
-    return kind(**dict(_parsed(kind, part) for part in parts))
+    given = [_parsed(kind, part) for part in parts]
+    repeated = [field for field, count in Counter(field for field, _ in given).items() if count > 1]
+    if repeated:
+        raise UnsupportedError(
+            f"the recipe {name} as text expects each field once, came {', '.join(repeated)} again; several patterns "
+            "are written a|b"
+        )
+    return kind(**dict(given))
 
 
 def _parsed(kind: type[Recipe], part: str) -> tuple[str, Any]:

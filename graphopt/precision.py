@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args
 import torch
 
 from graphopt.errors import UnsupportedError
-from graphopt.fp8 import Recipe, Tensorwise, recipe_of
+from graphopt.fp8 import RECIPES, Recipe, Tensorwise, recipe_of
 
 Compute = Literal["fp8", "bf16", "fp16", "fp32"]
 Master = Literal["fp32", "stochastic", "remainder", "none"]
@@ -61,7 +61,7 @@ class Precision:
         if self.compute == "fp8":
             object.__setattr__(self, "fp8", Tensorwise() if self.fp8 is None else recipe_of(self.fp8))
         elif self.fp8 is not None:
-            raise UnsupportedError(f"fp8={self.fp8!r} needs compute='fp8', came compute={self.compute!r}")
+            raise UnsupportedError(f"fp8={str(self.fp8)!r} needs compute='fp8', came compute={self.compute!r}")
 
     @property
     def between(self) -> str:
@@ -84,8 +84,17 @@ def precision_of(value: Any) -> Precision:
         return FULL if value == FULL.compute else Precision(compute=value)
     raise UnsupportedError(
         f"precision expects 'fp32', 'bf16', 'fp16', 'fp8', a graphopt.Precision or a graphopt.fp8 recipe, came "
-        f"{value!r}; float32 is 'fp32', bfloat16 'bf16', float16 'fp16'"
+        f"{value!r}; {_meant(value)}"
     )
+
+
+def _meant(value: Any) -> str:
+    """What to write in the place of ``value``."""
+    if isinstance(value, str) and value.partition(";")[0] in RECIPES:
+        return f"write graphopt.Precision('fp8', fp8={value!r}) or graphopt.fp8.{value.partition(';')[0].title()}(...)"
+    if isinstance(value, type) and issubclass(value, Recipe):
+        return f"write graphopt.fp8.{value.__name__}(), a value and not its class"
+    return "float32 is 'fp32', bfloat16 'bf16', float16 'fp16'"
 
 
 def precision_for(model: torch.nn.Module, precision: Precision) -> Precision:

@@ -22,7 +22,7 @@ from graphopt.kernels.fp8_cast_triton import (
     cast_kernel,
 )
 from graphopt.kernels.fp8_format import Cast, Grid, format_of
-from graphopt.kernels.fp8_support import support_on
+from graphopt.kernels.fp8_support import FIRST_CAPABILITY, Capability, support_on
 from graphopt.kernels.launch_triton import on_device, options_for
 
 # The sides of a tile: a group of 128, and lines of 128 bytes of codes, whether rows or columns are contiguous.
@@ -35,6 +35,7 @@ ELEMENTS_OF_A_ROW_TILE = 4096
 # What a thread has under way at once: 4 words of 16 bytes in bfloat16, 2 of codes.
 ELEMENTS_OF_A_THREAD = 32
 FEWEST_WARPS = 4
+FIRST_TRITON_WITH_ONE_ROUNDING = (3, 9)
 
 
 @dataclass(frozen=True)
@@ -180,4 +181,14 @@ def cast_options(tile: Tile, *, converts: bool) -> dict[str, int | bool]:
 def has_conversion(device: torch.device) -> bool:
     """Whether ``device`` converts float32 to FP8 by an instruction; elsewhere integers do the same."""
     support = support_on(device)
-    return support.has_fp8 and not support.is_emulated
+    return support.has_fp8 and not support.is_emulated and rounds_once(torch.cuda.get_device_capability(device))
+
+
+def rounds_once(capability: Capability) -> bool:
+    """Whether Triton converts float32 to FP8 on ``capability`` by one instruction.
+
+    Before 3.9 it truncates to float16 first on sm_89 (seen with 3.6 and 3.8), and what is left may lie on the other
+    side of where a code begins.
+    """
+    version = tuple(int(part) for part in triton.__version__.split(".")[:2])
+    return capability >= (FIRST_CAPABILITY if version >= FIRST_TRITON_WITH_ONE_ROUNDING else (9, 0))

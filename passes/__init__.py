@@ -30,7 +30,6 @@ from graphopt.passes.scatter_embedding_gradient import ScatterEmbeddingGradient
 from graphopt.passes.scatter_loss_gradient import ScatterLossGradient
 from graphopt.passes.simplify_algebra import SimplifyAlgebra
 from graphopt.passes.skip_gradient_casts import SkipGradientCasts
-from graphopt.passes.split_linear import SplitLinear
 from graphopt.passes.tag_fp8 import TagFp8
 from graphopt.pipeline.pass_base import Pass
 
@@ -61,7 +60,6 @@ BY_NAME: Mapping[str, type[Pass]] = {
     "scatter-loss-gradient": ScatterLossGradient,
     "simplify-algebra": SimplifyAlgebra,
     "skip-gradient-casts": SkipGradientCasts,
-    "split-linear": SplitLinear,
     "tag-fp8": TagFp8,
 }
 """Every pass by its name, in alphabetical order; a literal, so that an editable install finds what a wheel finds."""

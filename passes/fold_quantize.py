@@ -26,7 +26,6 @@ what ``Merger`` in ir/merging.py refuses.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -35,11 +34,11 @@ from torch import fx
 
 from graphopt.ir import ops
 from graphopt.ir.erase import erase_dead
-from graphopt.ir.fp8_codes import is_quantize, make_one_layout, makes_both_layouts
+from graphopt.ir.fp8_codes import Codes, codes_of, finds_scales, is_quantize, make_one_layout, makes_both_layouts
 from graphopt.ir.fp8_products import is_transposition
 from graphopt.ir.merging import Merger, same_tensor
 from graphopt.ir.program import Program
-from graphopt.operators.fp8 import DEQUANTIZE, QUANTIZE, QUANTIZE_BOTH, QUANTIZE_TRANSPOSED
+from graphopt.operators.fp8 import DEQUANTIZE
 from graphopt.pipeline.pass_base import Changes, Numerics, Pass, Refusal, until_stable
 
 _WIDE = (torch.bfloat16, torch.float32)
@@ -66,51 +65,31 @@ def _fold_once(program: Program) -> Changes:
     refusals: list[Refusal] = []
     for node in program.ops():
         merger.settle(node)
-        for copy in _copies(node):
-            folded, objection = _fold(merger, node, copy)
+        for made in tuple(codes_of(node)) if finds_scales(node) else ():
+            folded, objection = _fold(merger, made)
             count += folded
             if objection is not None:
                 refusals.append(Refusal.at(node, objection))
     return Changes(count, tuple(refusals))
 
 
-@dataclass(frozen=True)
-class _Copy:
-    """Codes that a quantize operator makes: positions of codes and scales among its results, grid, orientation."""
-
-    codes: int
-    scale: int
-    grid: tuple[int, ...]
-    is_transposed: bool
-
-
-def _copies(node: fx.Node) -> Iterator[_Copy]:
-    args: Any = node.args
-    if ops.is_call(node, QUANTIZE, QUANTIZE_TRANSPOSED):
-        yield _Copy(0, 1, tuple(args[2]), node.target is QUANTIZE_TRANSPOSED)
-    elif ops.is_call(node, QUANTIZE_BOTH):
-        yield _Copy(0, 1, tuple(args[2]), False)
-        yield _Copy(2, 3, tuple(args[3]), True)
-
-
 # ---- pairs -------------------------------------------------------------------------------------------------------
 
 
-def _fold(merger: Merger, node: fx.Node, copy: _Copy) -> tuple[int, str | None]:
-    """The number of results of ``node`` that were replaced by what was dequantized, and why others were not."""
-    source, turns = _dequantized(node)
-    results = [user for user in node.users if user.args[1] in (copy.codes, copy.scale)]
-    if source is None or not results:
+def _fold(merger: Merger, made: Codes) -> tuple[int, str | None]:
+    """How many of codes and scale were replaced by those that were dequantized, and why they were not."""
+    source, turns = _dequantized(made.source)
+    if source is None:
         return 0, None
-    codes, scale, grid = source.args[:3]
-    assert isinstance(codes, fx.Node) and isinstance(scale, fx.Node), f"{source.name} dequantizes no nodes"
-    if turns != copy.is_transposed:
+    args: Any = source.args
+    codes, scale, grid = args[:3]
+    if turns != made.is_transposed:
         return 0, f"codes of {codes.name} lie in another order"
-    if tuple(grid) != copy.grid:  # type: ignore[arg-type]
-        return 0, f"{codes.name} has its scales on the grid {list(grid)}, not {list(copy.grid)}"  # type: ignore[arg-type]
+    if tuple(grid) != made.grid:
+        return 0, f"{codes.name} has its scales on the grid {list(grid)}, not {list(made.grid)}"
     if source.meta["val"].dtype not in _WIDE:
         return 0, f"{source.name} may have left the range of {source.meta['val'].dtype}"
-    pairs = [(user, codes if user.args[1] == copy.codes else scale) for user in results]
+    pairs = [(made.codes, codes), (made.scale, scale)]
     if not all(same_tensor(user, original) for user, original in pairs):
         return 0, f"{codes.name} is another format or lies differently in memory"
     objections = [merger.objection(user, original) for user, original in pairs]
@@ -121,9 +100,8 @@ def _fold(merger: Merger, node: fx.Node, copy: _Copy) -> tuple[int, str | None]:
     return len(pairs), None
 
 
-def _dequantized(node: fx.Node) -> tuple[fx.Node | None, bool]:
-    """The dequantize operator whose result ``node`` quantizes, and whether its transpose is; None for others."""
-    value: Any = node.args[0]
+def _dequantized(value: fx.Node) -> tuple[fx.Node | None, bool]:
+    """The dequantize operator that ``value`` is the result of, and whether it is its transpose; None for others."""
     turned = False
     while is_transposition(value):
         value, turned = value.all_input_nodes[0], not turned

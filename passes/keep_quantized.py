@@ -30,7 +30,8 @@ What is kept of a value follows from who reads it in the backward part:
 - The backward of a relu, of the relu's own result: a bit an element that says where it is not zero, beside the codes if
   others read them. This is exact; codes are not asked, as what is small beside the number that made the scale is zero
   there.
-- Float32 copies of a value in two bytes are made again from it (``saved="all"``). This is exact.
+- Float32 copies of a value in two bytes are made again from it (``saved="all"``), and codes are padded again. This is
+  exact.
 
 Saves 1 byte of 2, or 3 of 4, an element. Costs a pass over each value that is quantized and a pass for each reader. The
 values of the forward part stay as they are, and so does the loss. What is decided here does not depend on what else is
@@ -57,6 +58,7 @@ from graphopt.ir import ops
 from graphopt.ir.decisions import Action, Decision
 from graphopt.ir.erase import erase_dead
 from graphopt.ir.fp8_codes import Codes, codes_of, is_quantize, make_again, make_one_layout
+from graphopt.ir.fp8_padding import is_padding
 from graphopt.ir.fp8_rows import covers, make_rows, objection_to_rows, rows_of, value_again
 from graphopt.ir.fp8_tolerance import Fp8Tolerance
 from graphopt.ir.kept_values import ForwardValue, LateUse, forward_values
@@ -98,7 +100,7 @@ class KeepQuantized(Pass):
             return Changes(0)
         saved = recipe_of(self.recipe).saved
         program.refresh()  # views of what an earlier pass exchanged show the memory of what stands there now
-        count = _drop_wide_copies(program) if saved == "all" else 0
+        count = _make_copies_again(program, saved)
         keeper = _Keeper(program, saved)
         large = [value for value in keeper.values if _is_large(value)]  # before anything is erased
         count += sum(keeper.settle(value) for value in large)
@@ -108,21 +110,21 @@ class KeepQuantized(Pass):
         return Changes(count)
 
 
-def _drop_wide_copies(program: Program) -> int:
-    """Let the backward part make float32 copies of values in two bytes again; how many."""
+def _make_copies_again(program: Program, saved: str) -> int:
+    """Let the backward part make copies of what is kept anyway again; how many."""
     tolerance = Fp8Tolerance(program)
     rows = []
     for value in forward_values(program):
-        if not value.is_kept or value.is_returned or not _is_large(value) or not tolerance.is_activation(value):
+        if not value.is_kept or value.is_returned or not _is_large(value):
             continue
-        if not _widens_two_bytes(program, value.base):
+        what = _copied(program, tolerance, value.base, saved)
+        if what is None:
             continue
         base: Any = value.base
         for use in value.uses:
             copy = insert_twin(program, use.user, base, base.target, *base.args, **base.kwargs)
             _read_instead(program, (use,), {base: copy})
-        source = base.args[0].name
-        reason = f"a float32 copy of {source}, made again from it where it is read; exact"
+        reason = f"{what}, made again from it where it is read; exact"
         seconds = node_seconds(base, machine_rates()) * len(value.uses)
         origin = str(program.origin(base))
         rows.append(Decision(base.name, Action.RECAST, value.nbytes, seconds, reason, origin, len(value.uses)))
@@ -130,6 +132,23 @@ def _drop_wide_copies(program: Program) -> int:
     if rows:
         program.refresh()
     return len(rows)
+
+
+def _copied(program: Program, tolerance: Fp8Tolerance, node: fx.Node, saved: str) -> str | None:
+    """What ``node`` is, in words, if it is a copy that is made again: wide numbers, or codes that were padded."""
+    if is_padding(node):
+        quantized = _quantized(node)
+        return f"padded codes of {quantized.name}" if quantized and tolerance.is_activation(quantized) else None
+    if saved == "all" and tolerance.is_activation(node) and _widens_two_bytes(program, node):
+        return f"a float32 copy of {node.all_input_nodes[0].name}"
+    return None
+
+
+def _quantized(padded: fx.Node) -> fx.Node | None:
+    """What the codes that ``padded`` pads are of; None where it pads no codes."""
+    codes = ops.behind_views(padded.all_input_nodes[0])
+    call = codes.all_input_nodes[0] if ops.is_getitem(codes) else codes
+    return call.all_input_nodes[0] if is_quantize(call) else None
 
 
 def _widens_two_bytes(program: Program, node: fx.Node) -> bool:
@@ -177,7 +196,7 @@ class _Keeper:
 
     def settle(self, value: ForwardValue) -> int:
         """Decide about ``value`` and act; 1 if something changed."""
-        if not self._tolerance.is_activation(value):
+        if not self._tolerance.is_activation(value.base):
             return 0
         if self._program.decisions.of(value.base.name) is not None:
             return 0  # settled before

@@ -16,7 +16,7 @@ After::
     mm_1: 'bf16[N,D]' = aten.mm.default(grad, low_again)
 
 FP8 codes of a weight are such a copy too, in any grid and layout: the weight is quantized again, and where one scale is
-for all of it, with the scale that is there. The bits are the same.
+for all of it, with the scale that is there. What products pad is padded again. The bits are the same.
 
 Saves the bytes of every copy between two uses, together up to 2 bytes a parameter (1 in FP8) at the end of the forward
 part. Costs one pass over the weight for each, 6 bytes a parameter of traffic. A copy is made again only if it would
@@ -41,6 +41,7 @@ from graphopt.ir import ops
 from graphopt.ir.decisions import Action, Decision
 from graphopt.ir.erase import erase_dead
 from graphopt.ir.fp8_codes import Codes, codes_of, is_quantize, make_again, make_one_layout
+from graphopt.ir.fp8_padding import is_padding
 from graphopt.ir.liveness import forward_end
 from graphopt.ir.program import Program, Stage, nodes_in
 from graphopt.ir.spec import InputKind
@@ -61,11 +62,14 @@ time in which its memory would be held."""
 
 @dataclass(frozen=True)
 class _Use:
-    """``user`` reads ``value``: the copy itself, or a view of it. ``position``: where among all calls."""
+    """``user`` reads ``value``: the copy itself, or a view of it, perhaps padded. ``position``: where among all calls;
+    ``seconds``: what making ``value`` again takes, views left out.
+    """
 
     user: fx.Node
     value: fx.Node
     position: int
+    seconds: float
 
 
 @dataclass(frozen=True)
@@ -96,14 +100,15 @@ class RecastWeights(Pass):
         count = 0
         requantized = []
         for copy in copies:
-            late_uses = _late_uses(_uses(copy, position), clock, seconds[copy.call], split)
+            late_uses = _late_uses(_uses(copy, position, seconds), clock, split)
             for uses in late_uses:
                 _insert_copy(program, copy, uses)
             if late_uses and copy.codes is not None:
                 requantized.append(copy.call)
             count += len(late_uses)
             if program.decisions.of(copy.value.name) is None:
-                rows.append(_decision(program, copy, seconds[copy.call], len(late_uses)))
+                again_seconds = sum(group[0].seconds for group in late_uses)
+                rows.append(_decision(program, copy, again_seconds, len(late_uses)))
         for call in dict.fromkeys(requantized):
             make_one_layout(program, call)
         program.decisions = program.decisions.joined(*rows)
@@ -162,28 +167,30 @@ def _reads_one_of(parameters: set[fx.Node], call: fx.Node) -> bool:
     return source in parameters
 
 
-def _uses(copy: _Copy, position: dict[fx.Node, int]) -> list[_Use]:
-    """The calls that read ``copy`` or a view of it, in order; views are no uses, but making codes is the first one."""
+def _uses(copy: _Copy, position: dict[fx.Node, int], seconds: dict[fx.Node, float]) -> list[_Use]:
+    """The calls that read ``copy``, as it is, viewed or padded, in order; making codes is the first one."""
 
-    def reads(value: fx.Node) -> Iterator[_Use]:
+    def reads(value: fx.Node, again_seconds: float) -> Iterator[_Use]:
         for user in value.users:
             if ops.is_view(user):
-                yield from reads(user)
+                yield from reads(user, again_seconds)
+            elif is_padding(user):
+                yield from reads(user, again_seconds + seconds[user])
             elif user in position:
-                yield _Use(user, value, position[user])
+                yield _Use(user, value, position[user], again_seconds)
 
-    made = () if copy.codes is None else (_Use(copy.call, copy.call, position[copy.call]),)
+    made = () if copy.codes is None else (_Use(copy.call, copy.call, position[copy.call], 0.0),)
     # The scale is read where the codes are.
-    found = [use for part in copy.parts for use in reads(part) if use.user is not copy.call]
+    found = [use for part in copy.parts for use in reads(part, seconds[copy.call]) if use.user is not copy.call]
     return sorted((*made, *found), key=lambda use: use.position)
 
 
-def _late_uses(uses: list[_Use], clock: list[float], cast_seconds: float, split: int) -> list[list[_Use]]:
+def _late_uses(uses: list[_Use], clock: list[float], split: int) -> list[list[_Use]]:
     """The uses of the backward part that a new copy serves, one list a copy."""
     groups: list[list[_Use]] = []
     for before, use in pairwise(uses):
         waits = clock[use.position] - clock[before.position + 1]
-        if use.position >= split and waits > _PATIENCE * cast_seconds:
+        if use.position >= split and waits > _PATIENCE * use.seconds:
             groups.append([use])
         elif groups:
             groups[-1].append(use)
@@ -212,7 +219,7 @@ def _decision(program: Program, copy: _Copy, seconds: float, copies: int) -> Dec
         value=copy.value.name,
         action=Action.RECAST if copies else Action.SAVE,
         nbytes=program.spec(copy.value).nbytes,
-        seconds=seconds * copies,
+        seconds=seconds,
         reason=reason,
         source=str(program.origin(copy.value)),
         copies=copies,

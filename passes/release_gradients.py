@@ -24,7 +24,7 @@ values could not be written in place and would be a second copy.
 Refuses: updates that need a value computed from several gradients, such as the factor of clipping by the global norm,
 or the number by which a step in FP8 that is not finite is skipped; gradients that are outputs; updates that draw random
 numbers or write in place already. Of gradients that must wait, each one's own norm or extremes are computed right
-behind it.
+behind it; where extremes of what it is widened from are all that is asked, the widening waits for the update.
 """
 
 from __future__ import annotations

@@ -135,6 +135,13 @@ def test_bisect_finds_that_the_default_passes_hold(folder: Path):
     assert "passes keep their contract" in command("bisect", f"{folder}/model.py:make", "--outputs", "loss")
 
 
+@pytest.mark.parametrize("arguments", [("--precision", "bf16"), ("--fp8", "rowwise;include=*")], ids=" ".join)
+def test_bisect_runs_the_passes_of_low_precision(arguments: tuple[str, str], folder: Path):
+    plain = command("bisect", f"{folder}/model.py:make")
+    lowered = command("bisect", f"{folder}/model.py:make", *arguments)
+    assert "passes keep their contract" in lowered and lowered != plain  # more of them
+
+
 def test_bisect_names_a_broken_pass_of_a_plugin_and_exits_with_1(folder: Path, capsys: pytest.CaptureFixture[str]):
     arguments = ["bisect", f"{folder}/model.py:make", "--plugin", str(folder / "plugin.py")]
     assert run([*arguments, "--passes", "drop-dead,swap-sub,dedupe"]) == 1
@@ -167,6 +174,13 @@ MISTAKES = [
     (["dump", "{folder}/model.py:make", "--fp8", "colwise"], "an FP8 recipe is one of tensorwise, rowwise"),
     (["dump", "{folder}/model.py:make", "--target", "V100"], "target expects one of A100, L4,"),
     (["dump", "{folder}/model.py:make", "--explain-fp8", "--passes", "dedupe"], "expect the default passes"),
+    (
+        ["dump", "{folder}/model.py:make", "--explain-fp8", "--precision", "bf16"],
+        "expects --precision fp8, came 'bf16'",
+    ),
+    (["bisect", "{folder}/model.py:make", "--precision", "bf16", "--fp8", "rowwise"], "expect --precision fp8"),
+    (["bisect", "{folder}/model.py:make", "--precision", "rowwise"], "a recipe of FP8 is given by --fp8"),
+    (["bisect", "{folder}/model.py:make", "--precision", "fp8", "--passes", "dedupe"], "expect the default passes"),
     (["dump", "{folder}/model.py:make", "--plugin", "{folder}/plugin.py"], "--plugin expects --passes"),
     (["passes", "--plugin", "{folder}/model.py"], "expected a file that defines subclasses"),
     (["diff", "{folder}/a", "{folder}/b"], "which is no folder"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 import graphopt
 from graphopt.errors import UnsupportedError
@@ -61,6 +62,9 @@ def test_a_predicate_prints_its_name_and_is_not_read_back():
         (lambda: recipe_of("rowwise;power_of_two=2"), "power_of_two expects one of True, False"),
         (lambda: recipe_of("delayed;history=many"), "history expects a whole number"),
         (lambda: recipe_of("rowwise;history=16"), "as text expects fields"),
+        (lambda: recipe_of("rowwise;exclude=a;exclude=b"), r"each field once, came exclude again; .* a\|b"),
+        (lambda: precision_of("rowwise"), r"write graphopt.Precision\('fp8', fp8='rowwise'\) or graphopt.fp8.Rowwise"),
+        (lambda: precision_of(Rowwise), r"write graphopt.fp8.Rowwise\(\), a value and not its class"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -73,5 +77,10 @@ def test_precision_takes_a_recipe_its_name_or_its_text():
     assert precision_of("fp8").fp8 == Tensorwise()
     assert precision_of(Rowwise()) == graphopt.Precision("fp8", fp8="rowwise")
     assert graphopt.Precision("fp8", fp8="rowwise;gradients=e5m2").fp8 == Rowwise(gradients="e5m2")
-    with pytest.raises(UnsupportedError, match="needs compute='fp8'"):
+    with pytest.raises(UnsupportedError, match="fp8='rowwise' needs compute='fp8'"):
         graphopt.Precision("bf16", fp8=Rowwise())
+
+
+def test_an_unknown_target_is_an_error_before_any_batch():
+    with pytest.raises(UnsupportedError, match=r"target expects one of A100, L4, .*, came 'V100'"):
+        graphopt.compile(torch.nn.Linear(16, 16), ["loss"], precision=Rowwise(target="V100"))

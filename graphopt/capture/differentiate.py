@@ -60,11 +60,32 @@ def differentiate(program: Program, *, roots: Sequence[str], wrt: Sequence[str])
     outputs = [*program.signature.outputs]
     for i in reached:
         outputs.append(Output(program.signature.inputs[i].name, OutputKind.GRAD, program.signature.inputs[i].spec))
-    joint_program = program_from_trace(module, inputs, outputs, stage=Stage.JOINT)
-    _name_inputs(joint_program, program)
-    joint_program.history = program.history
-    joint_program.precision = program.precision
-    return joint_program
+    return _joint_program(module, inputs, outputs, program)
+
+
+def without_gradient(program: Program, *, wrt: Sequence[str]) -> Program:
+    """``program`` as the forward part of its joint Program is: composite operators are the same operators there.
+
+    ``wrt``: as for ``differentiate``; whether an input has a gradient decides how a product is split.
+    """
+
+    def forward(*inputs: Any) -> Sequence[Any]:
+        with torch.enable_grad():
+            return tuple(_without_grad(_GradientInterpreter(program.module).run(*inputs, enable_io_processing=False)))
+
+    write_origins(program)
+    module = trace_functional(forward, _fake_inputs(program, wrt))
+    return _joint_program(module, program.signature.inputs, program.signature.outputs, program)
+
+
+def _joint_program(
+    module: fx.GraphModule, inputs: Sequence[Input], outputs: Sequence[Output], forward: Program
+) -> Program:
+    joint = program_from_trace(module, inputs, outputs, stage=Stage.JOINT)
+    _name_inputs(joint, forward)
+    joint.history = forward.history
+    joint.precision = forward.precision
+    return joint
 
 
 class _GradientInterpreter(fx.Interpreter):

@@ -14,6 +14,7 @@ from torch.export.graph_signature import OutputKind as ExportOutput
 from graphopt.capture.attribute_names import any_attribute_name
 from graphopt.capture.batch import BoundBatch
 from graphopt.capture.capture_message import capture_message
+from graphopt.capture.composite_overrides import overrides_remembered
 from graphopt.capture.copies import broadcast_copies
 from graphopt.capture.fake_layouts import correct_fake_layouts
 from graphopt.capture.forward_program import ExportedValue, forward_program
@@ -187,7 +188,7 @@ def _export(wrapper: _SelectedOutputs, tensors: Sequence[torch.Tensor]) -> torch
             regions = inline_grad_mode_regions(exported.graph_module)
             refuse_lost_gradients(exported.graph_module.graph, regions, _gradient_sources(exported, wrapper))
             broadcast_copies(exported.graph_module)
-            with operators_listed_once():
+            with operators_listed_once(), overrides_remembered():
                 return exported.run_decompositions({})
         except GraphoptError:
             raise

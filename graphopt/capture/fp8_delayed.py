@@ -27,6 +27,8 @@ from torch import fx
 from graphopt.capture.fp8_tensors import QuantizedTensor
 from graphopt.fp8 import Delayed
 from graphopt.ir import ops
+from graphopt.ir.fp8_codes import matrix_grids
+from graphopt.ir.fp8_grids import ONE_SCALE
 from graphopt.ir.program import Program
 from graphopt.kernels.fp8_format import format_named
 from graphopt.operators.fp8 import (
@@ -39,12 +41,10 @@ from graphopt.operators.fp8_history import FIRST_SCALE, HISTORY_SCALES
 
 aten = torch.ops.aten
 
-_ONE_SCALE = (0, 0)
-
 
 def is_delayable(tensor: QuantizedTensor) -> bool:
     """Whether every quantizer of ``tensor`` has one scale for all of it."""
-    return all(tuple(grid) == _ONE_SCALE for node in tensor.quantizers for grid in _grids(node))
+    return all(grid == ONE_SCALE for node in tensor.quantizers for grid in matrix_grids(node))
 
 
 def history_scales(
@@ -65,11 +65,6 @@ def history_scales(
 def delay(program: Program, scales: fx.Node, tensors: Sequence[QuantizedTensor], recipe: Delayed) -> dict[str, fx.Node]:
     """Let ``tensors`` be quantized by ``scales`` f32[T]; by name, the largest absolute value of each, f32[]."""
     return {tensor.name: _Delayer(program, recipe, tensor).delay(scales, i) for i, tensor in enumerate(tensors)}
-
-
-def _grids(node: fx.Node) -> Sequence[Any]:
-    """How scales are shared, in each layout that ``node`` gives."""
-    return node.args[2:4] if node.target is QUANTIZE_BOTH else node.args[2:3]
 
 
 @dataclass

@@ -10,14 +10,12 @@ import torch
 from torch import fx
 
 from graphopt.ir import ops
-from graphopt.ir.fp8_codes import CODE_DTYPES, is_quantize
+from graphopt.ir.fp8_codes import CODE_DTYPES, finds_scales, is_quantize
 from graphopt.ir.fp8_products import OperandKind, OperandKinds
 from graphopt.ir.fp8_watch import CALL_MARK, WEIGHT_HISTORY
 from graphopt.ir.program import Program
 from graphopt.ir.spec import InputKind, OutputKind
-from graphopt.operators.fp8 import MATMUL, QUANTIZE, QUANTIZE_BOTH, QUANTIZE_TRANSPOSED
-
-QUANTIZERS = (QUANTIZE, QUANTIZE_TRANSPOSED, QUANTIZE_BOTH)
+from graphopt.operators.fp8 import MATMUL
 
 
 class Role(StrEnum):
@@ -52,7 +50,7 @@ def quantized_tensors(program: Program) -> tuple[QuantizedTensor, ...]:
     """
     groups: dict[tuple[fx.Node, str], list[fx.Node]] = {}
     for node in program.ops():
-        if ops.is_call(node, *QUANTIZERS):
+        if finds_scales(node):
             groups.setdefault((_behind_whole_views(node.args[0]), str(node.args[1])), []).append(node)  # type: ignore[arg-type]
     namer = _Namer(program)
     return tuple(namer.named(ops.behind_views(source), tuple(nodes)) for (source, _), nodes in groups.items())

@@ -14,18 +14,16 @@ from torch import fx
 
 from graphopt.capture.appender import Appender
 from graphopt.capture.fp8_scaling import advanced_history, weight_amax
-from graphopt.capture.fp8_tensors import QUANTIZERS, depends_on_parameters_alone
+from graphopt.capture.fp8_tensors import depends_on_parameters_alone
 from graphopt.ir import ops
 from graphopt.ir.erase import erase_dead
+from graphopt.ir.fp8_codes import is_quantize
 from graphopt.ir.fp8_watch import HELD_WEIGHT, WEIGHT_HISTORY, Fp8Watch
 from graphopt.ir.origin import Origin
 from graphopt.ir.program import Program, Stage
 from graphopt.ir.spec import Input, InputKind, Output, OutputKind, Signature
-from graphopt.operators.fp8 import QUANTIZE_DELAYED, QUANTIZE_DELAYED_BOTH
 
 aten = torch.ops.aten
-
-_ALL_QUANTIZERS = (*QUANTIZERS, QUANTIZE_DELAYED, QUANTIZE_DELAYED_BOTH)
 
 
 @dataclass(frozen=True)
@@ -47,7 +45,7 @@ def split_weights(joint: Program) -> SplitWeights | None:
 def _held_values(program: Program) -> tuple[str, ...]:
     """Names of the values that are handed over: made from quantized weights, read by what is not; never a view."""
     fixed = depends_on_parameters_alone(program)
-    sources = [node for node in program.ops() if node in fixed and ops.is_call(node, *_ALL_QUANTIZERS)]
+    sources = [node for node in program.ops() if node in fixed and is_quantize(node)]
     hoisted = set(sources)
     for node in program.ops():
         if node in fixed and not hoisted.isdisjoint(node.all_input_nodes):

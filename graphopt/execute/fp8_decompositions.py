@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, fx
 
 from graphopt.ir import ops
+from graphopt.ir.fp8_codes import is_quantize, matrix_grids
 from graphopt.kernels.fp8_format import Format, Grid, decode, format_named, group_amax, scale_of, spread
 from graphopt.operators import fp8
 
@@ -29,34 +30,32 @@ def can_fuse(node: fx.Node) -> bool:
 
     Blocks must be whole: the C++ backend of torch 2.13 splits a loop of 200 by blocks of 128 and forgets the last 72.
     On CUDA nothing that stores a transpose: Triton miscompiles transposed stores of FP8 values behind a reduction
-    (https://github.com/triton-lang/triton/issues/11111), which our own kernels avoid and Inductor does not.
+    (https://github.com/triton-lang/triton/issues/11111), which our own kernels avoid and Inductor does not; and no
+    codes where Triton would round twice.
     """
     if not ops.is_fp8_cast(node) or not _has_whole_blocks(node):
         return False
-    on_cuda = any(argument.meta["val"].device.type == "cuda" for argument in node.all_input_nodes)
-    return not on_cuda or node.target not in _STORES_TRANSPOSED
+    device = node.all_input_nodes[0].meta["val"].device
+    if device.type != "cuda" or node.target is fp8.DEQUANTIZE:
+        return True
+    return node.target not in _STORES_TRANSPOSED and _triton_rounds_once(device)
+
+
+def _triton_rounds_once(device: torch.device) -> bool:
+    from graphopt.kernels.fp8_launch_triton import has_conversion  # Triton exists on Linux alone
+
+    return has_conversion(device)
 
 
 def _has_whole_blocks(node: fx.Node) -> bool:
     """Whether every block of ``node``, of the matrix or of its transpose, is a full one."""
-    extents = tuple(node.all_input_nodes[0].meta["val"].shape)
-    given = {
-        argument.name: value
-        for argument, value in zip(node.target._schema.arguments, node.args, strict=False)  # type: ignore[union-attr]
-    }
-    block = _sizes(given.get("block"))
-    as_it_lies = block[::-1] if node.target is fp8.QUANTIZE_TRANSPOSED else block
+    extents = node.all_input_nodes[0].meta["val"].shape
+    grids: Any = matrix_grids(node) if is_quantize(node) else (ops.argument(node, 2, "block"),)
     return all(
         size == 0 or extent <= size or extent % size == 0
-        for sizes in (as_it_lies, _sizes(given.get("block_t"))[::-1])
-        for extent, size in zip(extents, sizes, strict=True)
+        for grid in grids
+        for extent, size in zip(extents, grid, strict=True)
     )
-
-
-def _sizes(block: Any) -> Grid:
-    """The rows and columns of the argument ``block``; one block for an operator that takes none."""
-    rows, columns = (0, 0) if block is None else block
-    return rows, columns
 
 
 def _quantize(x: Tensor, format: str, block: Sequence[int], power_of_two: bool) -> tuple[Tensor, Tensor]:

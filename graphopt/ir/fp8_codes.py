@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from graphopt.ir import ops
-from graphopt.ir.fp8_grids import ONE_SCALE, Grid
+from graphopt.ir.fp8_grids import ONE_SCALE, Grid, transposed
 from graphopt.ir.program import Program
 from graphopt.ir.twins import insert_twin
 from graphopt.operators.fp8 import (
@@ -38,6 +38,14 @@ class _Layout:
     scale: int | None
     grid: int | None
     is_transposed: bool
+
+    def grid_in(self, call: fx.Node) -> Grid:
+        """The grid of the codes that ``call`` makes, as they lie."""
+        if self.grid is None:
+            return ONE_SCALE
+        given: Any = call.args[self.grid]
+        rows, columns = given
+        return rows, columns
 
 
 _LAYOUTS: dict[Any, tuple[_Layout, ...]] = {
@@ -85,6 +93,17 @@ def is_quantize(node: fx.Node) -> bool:
     return node.op == "call_function" and node.target in _LAYOUTS
 
 
+def finds_scales(node: fx.Node) -> bool:
+    """Whether ``node`` makes codes with scales that it finds in its argument, none that it is given."""
+    return is_quantize(node) and all(layout.scale is not None for layout in _LAYOUTS[node.target])
+
+
+def matrix_grids(call: fx.Node) -> tuple[Grid, ...]:
+    """How the matrix that a quantize ``call`` reads is divided for scales, once for each layout of codes."""
+    grids = ((layout.grid_in(call), layout.is_transposed) for layout in _LAYOUTS[call.target])
+    return tuple(transposed(grid) if is_transposed else grid for grid, is_transposed in grids)
+
+
 def makes_both_layouts(node: fx.Node) -> bool:
     """Whether ``node`` makes codes of its argument and of the transpose."""
     return is_quantize(node) and len(_LAYOUTS[node.target]) > 1
@@ -98,18 +117,12 @@ def codes_of(call: fx.Node) -> Iterator[Codes]:
         scale = given if layout.scale is None else _result(call, layout.scale)
         if codes is None or not isinstance(scale, fx.Node):
             continue
-        grid = ONE_SCALE if layout.grid is None else _grid(call.args[layout.grid])
         parts = (codes,) if layout.scale is None else (codes, scale)
-        yield Codes(call, source, codes, scale, grid, layout.is_transposed, parts)
+        yield Codes(call, source, codes, scale, layout.grid_in(call), layout.is_transposed, parts)
 
 
 def _result(call: fx.Node, position: int) -> fx.Node | None:
     return next((user for user in call.users if ops.is_getitem(user) and user.args[1] == position), None)
-
-
-def _grid(value: Any) -> Grid:
-    rows, columns = value
-    return rows, columns
 
 
 def make_again(program: Program, codes: Codes, anchor: fx.Node) -> tuple[fx.Node, fx.Node]:

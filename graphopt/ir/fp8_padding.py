@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
+from graphopt.ir import ops
 from graphopt.ir.fp8_grids import Grid
 from graphopt.ir.program import Program
 
@@ -16,6 +17,11 @@ aten = torch.ops.aten
 
 NO_PAD = (0, 0)
 _ONES = 1.0
+
+
+def is_padding(node: fx.Node) -> bool:
+    """Whether ``node`` is its first argument with a constant around it."""
+    return ops.is_call(node, aten.constant_pad_nd.default)
 
 
 def pad_matrix(program: Program, anchor: fx.Node, matrix: fx.Node, added: tuple[int, int], fill: float) -> fx.Node:

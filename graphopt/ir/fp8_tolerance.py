@@ -52,10 +52,9 @@ class Fp8Tolerance:
         self._gradients = backward_nodes(program)
         self._behind_products = _behind_products(program, self._gradients)
 
-    def is_activation(self, value: ForwardValue) -> bool:
-        """Whether ``value`` holds floats that depend on the batch and on what is learned: no weight, mask or table."""
-        base = value.base
-        return _is_float(base) and base in self._varying and base in self._learned
+    def is_activation(self, node: fx.Node) -> bool:
+        """Whether ``node`` holds floats that depend on the batch and on what is learned: no weight, mask or table."""
+        return _is_float(node) and node in self._varying and node in self._learned
 
     def objection(self, value: ForwardValue, uses: Iterable[LateUse]) -> str | None:
         """Why the ``uses`` of ``value`` must read it as it was made, or None."""

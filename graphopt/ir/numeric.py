@@ -15,9 +15,9 @@ from graphopt.ir.program import Program
 from graphopt.ir.spec import InputKind, TensorSpec
 
 NORM_SHARE = 1 / 4
-"""Of a tolerance: what all errors of a value may be together, as norms. An operand that is rounded to 3 or 2 bits leaves
-31 or 25 dB of signal over error; a quarter of the tolerances that those passes have is 24 and 18 dB. A result that is
-halved keeps 6 dB, one that is dropped none."""
+"""Of a tolerance: what all errors of a value may be together, as norms. An operand that is rounded to E4M3 or E5M2
+leaves 31 or 25 dB of signal over error; a quarter of the tolerances that those passes have is 24 and 18 dB. A result
+that is halved keeps 6 dB, one that is dropped none."""
 
 _SEED = 0
 _SMALLEST_VOCABULARY = 2  # integers drawn below this index any embedding table or class list of at least two rows
@@ -41,7 +41,7 @@ class Difference:
         return -20 * math.log10(self.norm) if self.norm else math.inf
 
     def within(self, tolerance: float) -> bool:
-        """Whether no error is larger than ``tolerance`` of the largest value, nor all together than NORM_SHARE of it."""
+        """Whether no error is beyond ``tolerance`` of the largest value, nor their norm beyond NORM_SHARE of that."""
         return self.relative <= tolerance and self.norm <= NORM_SHARE * tolerance
 
     def __str__(self) -> str:

@@ -210,7 +210,7 @@ FACTORIES = frozenset(
 )
 
 
-# Pointwise by their definition, but torch 2.13 does not tag them.
+# Pointwise by their definition, but torch (2.11: the last two; to 2.14: the others) does not tag them.
 UNTAGGED_POINTWISE = frozenset(
     {
         aten.__and__.Tensor,
@@ -221,6 +221,8 @@ UNTAGGED_POINTWISE = frozenset(
         aten.where.ScalarOther,
         aten.where.Scalar,
         aten.masked_fill.Tensor,
+        aten.leaky_relu.default,
+        aten._conj_physical.default,
     }
 )
 

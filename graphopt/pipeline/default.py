@@ -31,7 +31,6 @@ from graphopt.passes.scatter_embedding_gradient import ScatterEmbeddingGradient
 from graphopt.passes.scatter_loss_gradient import ScatterLossGradient
 from graphopt.passes.simplify_algebra import SimplifyAlgebra
 from graphopt.passes.skip_gradient_casts import SkipGradientCasts
-from graphopt.passes.split_linear import SplitLinear
 from graphopt.passes.tag_fp8 import TagFp8
 from graphopt.pipeline.pass_base import Pass
 from graphopt.pipeline.pipeline import Pipeline
@@ -88,13 +87,6 @@ def fp8_passes(precision: Precision) -> tuple[Pass, ...]:
         KeepQuantized(precision.fp8),  # knows which codes products read; before anything is dropped for memory
         DropDead(),  # copies in bfloat16 that nothing reads any more
     )
-
-
-def inference_passes(precision: Precision) -> tuple[Pass, ...]:
-    """The passes that put a forward that is not differentiated into FP8, as training has it; none without a recipe."""
-    if precision.fp8 is None:
-        return ()
-    return (SplitLinear(), *fp8_passes(precision))  # before tagging, which counts products of matrices
 
 
 def step_pipeline(memory: MemoryRequest = NO_REQUEST) -> Pipeline:

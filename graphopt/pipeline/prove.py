@@ -91,7 +91,7 @@ def contract_error(item: Pass, before: Program, after: Program, reason: str) -> 
         diff = _shortened(text_diff(before.text(), after.text(), "last good", item.name))
     except Exception as error:  # a broken pass may leave a graph that does not even print
         diff = f"(the program after the pass does not print: {error})"
-    command = f"graphopt bisect MODEL.py:make --outputs ... --passes '{item}'"
+    command = f"graphopt bisect MODEL.py:make --outputs ..., with --passes '{item}', or --precision or --fp8 as it was"
     return PassError(
         f"pass {item.name} broke its contract: {reason}\n"
         f"difference to the last good program:\n{diff}\nto reproduce: {command}"

@@ -16,6 +16,7 @@ from torch import fx
 from torch.utils.flop_counter import flop_registry
 
 from graphopt.ir import ops
+from graphopt.ir.fp8_codes import finds_scales, matrix_grids
 from graphopt.ir.program import Program
 from graphopt.ir.storage import tensors_in
 from graphopt.operators import fp8
@@ -65,12 +66,7 @@ def moved_bytes(node: fx.Node) -> int:
 
 def _looks_first(node: fx.Node) -> bool:
     """Whether ``node`` reads all of its argument for a scale before it reads it again for FP8 codes."""
-    if not ops.is_call(node, fp8.QUANTIZE, fp8.QUANTIZE_TRANSPOSED, fp8.QUANTIZE_BOTH):
-        return False
-    grids = [item for item in node.args if isinstance(item, (list, tuple))]
-    # Where the transpose is quantized, its columns are the rows.
-    along_rows = 1 if ops.is_call(node, fp8.QUANTIZE_TRANSPOSED) else 0
-    return any(grid[along_rows if i == 0 else 1] == 0 for i, grid in enumerate(grids))
+    return finds_scales(node) and any(rows == 0 for rows, _ in matrix_grids(node))
 
 
 def node_flops(node: fx.Node) -> int:

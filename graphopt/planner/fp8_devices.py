@@ -98,8 +98,11 @@ _SAYS_NOTHING = re.compile(r"nvidia|tesla|geforce|sxm\d*|hbm\w*|\d+gb")
 
 
 def device_class(target: str) -> DeviceClass:
-    """The class that a user's ``target`` names, whatever its case, blanks and dashes; UnsupportedError for no class."""
-    wanted = _plain(target)
+    """The class that a user's ``target`` names, whatever its case, blanks and dashes, or as its driver names it;
+    UnsupportedError for no class.
+    """
+    telling = [word for word in re.findall(r"[a-z0-9]+", target.lower()) if not _SAYS_NOTHING.fullmatch(word)]
+    wanted = "".join(telling)
     found = next((item for item in DEVICE_CLASSES if wanted in (_plain(item.name), _plain(item.name, "rtx"))), None)
     if found is None:
         raise UnsupportedError(

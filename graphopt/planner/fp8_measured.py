@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -17,7 +16,7 @@ from typing import Any
 
 from graphopt.errors import DataError
 from graphopt.fp8 import Blockwise, Recipe, Rowwise
-from graphopt.planner.machine_rates import rates_file
+from graphopt.planner.machine_rates import rates_file, write_measured
 
 _NEIGHBOURS = 4
 """Measured shapes that a rate is interpolated from, each by its distance."""
@@ -112,12 +111,7 @@ def table_file(device: str) -> Path:
 
 def write_table(table: MeasuredTable) -> Path:
     """Keep ``table`` for every later process of this user; returns the file."""
-    path = table_file(table.device)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(f".{os.getpid()}.partial")
-    partial.write_text(json.dumps(asdict(table), indent=1), encoding="utf-8")
-    partial.replace(path)
-    return path
+    return write_measured(table_file(table.device), asdict(table))
 
 
 def read_table(device: str) -> MeasuredTable | None:
@@ -126,17 +120,23 @@ def read_table(device: str) -> MeasuredTable | None:
     if not path.is_file():
         return None
     try:
-        return _table_of(json.loads(path.read_text(encoding="utf-8")))
+        return _table_of(json.loads(path.read_text(encoding="utf-8")), device)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(
             f"{path} does not hold measured FP8 times ({error}): delete it, or run graphopt measure-fp8 again"
         ) from error
 
 
-def _table_of(found: Mapping[str, Any]) -> MeasuredTable:
+def _table_of(found: Mapping[str, Any], device: str) -> MeasuredTable:
+    """The table that ``found`` describes; an error of Python's where it is none, or of another device."""
     products = tuple(MeasuredProduct(**product) for product in found["products"])
     table = MeasuredTable(**{**found, "products": products})
     numbers = [table.pass_bytes, table.call_seconds, *(n for product in products for n in asdict(product).values())]
     if not products or not all(math.isfinite(number) and number > 0 for number in numbers):
         raise ValueError("there are no products, or a number is not positive")
+    if table.device != device or not isinstance(table.needs_two_layouts, bool):
+        raise ValueError(
+            f"expected device {device!r} and needs_two_layouts true or false, came {table.device!r} and "
+            f"{table.needs_two_layouts!r}"
+        )
     return table

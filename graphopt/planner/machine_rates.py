@@ -7,9 +7,10 @@ import math
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, fields
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -52,11 +53,21 @@ def read_rates(path: Path) -> Rates:
 
 def write_rates(rates: Rates) -> Path:
     """Keep ``rates`` for every later process of this user; returns the file."""
-    path = rates_file()
-    path.parent.mkdir(parents=True, exist_ok=True)
+    return write_measured(rates_file(), asdict(rates))
+
+
+def write_measured(path: Path, found: Mapping[str, Any]) -> Path:
+    """Keep ``found`` in the file ``path``, whole or not at all; returns it. DataError where nothing can be written."""
     partial = path.with_suffix(f".{os.getpid()}.partial")
-    partial.write_text(json.dumps(asdict(rates), indent=1), encoding="utf-8")
-    partial.replace(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial.write_text(json.dumps(found, indent=1), encoding="utf-8")
+        partial.replace(path)
+    except OSError as error:
+        raise DataError(
+            f"what was measured is kept in {path}, which cannot be written ({error}): make it writable, or name "
+            f"another folder in {CACHE_VARIABLE}"
+        ) from error
     return path
 
 

@@ -18,6 +18,7 @@ from graphopt.ir.storage import storage_map
 from graphopt.ir.text import call_text, value_text
 from graphopt.ir.twins import is_twin, original_name
 from graphopt.ir.units import format_bytes
+from graphopt.pipeline.pass_base import Refusal
 from graphopt.report.build import segment_name
 from graphopt.report.classify import Classifier
 from graphopt.report.decisions import decision_lines
@@ -203,12 +204,17 @@ class _Explainer:
         sharing = {name for name, other in self.nodes.items() if held & set(self.storages.held[other])}
         return decision_lines(self.program.decisions, {node.name, original_name(node), *sharing})
 
+    def _is_told(self, refusal: Refusal) -> bool:
+        """Whether a row of a table says the same."""
+        decided = any((row.value, row.reason) == (refusal.node, refusal.reason) for row in self.program.decisions.rows)
+        return decided or self.program.fp8.tells(refusal.node, refusal.reason)
+
     def _refusals(self, names: set[str]) -> list[str]:
         return [
             f"  {record.name} declined at {refusal.node}: {refusal.reason}"
             for record in self.program.history
             for refusal in record.refusals
-            if refusal.node in names and not self.program.fp8.tells(refusal.node, refusal.reason)
+            if refusal.node in names and not self._is_told(refusal)
         ]
 
 

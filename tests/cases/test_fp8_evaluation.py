@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import graphopt
-from graphopt.fp8 import Tensorwise
+from graphopt.fp8 import Delayed, Tensorwise
 from graphopt.operators.fp8 import MATMUL
 from graphopt.planner.fp8_measured import MeasuredProduct, MeasuredTable, write_table
 from graphopt.planner.machine_rates import CACHE_VARIABLE
@@ -56,6 +56,39 @@ class Layers(nn.Module):
 
     def forward(self, x, target):
         return {"loss": (self.second(self.first(x).tanh()) - target).square().mean()}
+
+
+class Written(nn.Module):
+    """Products with a weight in several ways to write one, of inputs that lie in several orders."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(32, 32)
+        self.weights = nn.ParameterList(torch.randn(32, 32) / 8 for _ in range(3))
+
+    def forward(self, x):
+        batched, turned, rows = self.weights
+        hidden = torch.tanh(self.layer(x.transpose(0, 1)) @ batched).transpose(0, 1)
+        hidden = torch.tanh(torch.matmul(hidden, turned.t()))
+        return {"loss": (hidden[0] @ rows).square().mean()}
+
+
+def forward_products(program):
+    rows = [row for row in program.fp8.rows if row.role == "forward"]
+    return [(row.module, row.weights, row.shape, row.is_fp8) for row in rows]
+
+
+@pytest.mark.parametrize("recipe", [Delayed(include=("*",), history=4), Tensorwise(include=("*",))], ids=str)
+def test_a_product_is_that_of_training_however_it_is_written(recipe):
+    optimizer = graphopt.optim.SGD(lr=0.1)
+    step = graphopt.compile(Written(), ["loss"], optimizer=optimizer, precision=recipe, backend="aten")
+    x = torch.randn(16, 16, 32)
+    early = step.eval(x=x).loss
+    in_evaluation = forward_products(step.program)
+    assert torch.equal(early, step(x=x).loss) and torch.equal(step.eval(x=x).loss, step(x=x).loss)
+    assert in_evaluation == forward_products(step.program)
+    assert [is_fp8 for *_, is_fp8 in in_evaluation] == [True] * 4
 
 
 BATCH = {"x": torch.randn(64, 64), "target": torch.randn(64, 64)}

@@ -17,12 +17,19 @@ from graphopt.kernels.fp8_bits_triton import FORMATS
 from graphopt.kernels.fp8_cast_triton import amax_kernel, cast_kernel
 from graphopt.kernels.fp8_dequantize_triton import WARPS, dequantize_constants, dequantize_kernel
 from graphopt.kernels.fp8_format import GRIDS, Cast
-from graphopt.kernels.fp8_launch_triton import GIVEN, Scaling, Tile, amax_constants, cast_constants, cast_options
+from graphopt.kernels.fp8_launch_triton import (
+    GIVEN,
+    Scaling,
+    Tile,
+    amax_constants,
+    cast_constants,
+    cast_options,
+    rounds_once,
+)
 from graphopt.kernels.launch_triton import options_for
 from tests.support.kernel_targets import compiled_with
 
 TARGETS = (80, 89, 90, 100)
-FIRST_WITH_CONVERSION = 89
 CONVERSIONS = {"e4m3": "cvt.rn.satfinite.e4m3x2.f32", "e5m2": "cvt.rn.satfinite.e5m2x2.f32"}
 TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 BOTH = [(grid, grid[::-1]) for grid in GRIDS]
@@ -63,11 +70,12 @@ def compiled_cast(grids, arch, *, format="e4m3", dtype=torch.bfloat16, scalings=
     """A cast as it is launched on sm_``arch`` for a matrix with contiguous rows and sides that 16 divides."""
     casts = casts_of(grids, format)
     tile = Tile.of(casts)
+    converts = rounds_once(divmod(arch, 10))
     scalings = scalings or [Scaling.of(cast.grid, cast.codes.shape, tile) for cast in casts]
     constants = cast_constants(tile, scalings) | {
         "FORMAT": FORMATS.index(format),
         "POWER_OF_TWO": True,
-        "HARDWARE": arch >= FIRST_WITH_CONVERSION,
+        "HARDWARE": converts,
         "x_column_stride": 1,
         "codes_column_stride": 1,
         "second_codes_row_stride": 1,
@@ -79,7 +87,7 @@ def compiled_cast(grids, arch, *, format="e4m3", dtype=torch.bfloat16, scalings=
         **dict.fromkeys(("amax_ptr", "second_amax_ptr"), "*i32"),
     }
     aligned = ("x_ptr", "codes_ptr", "second_codes_ptr", "num_rows", "num_columns", *STRIDES)
-    options = cast_options(tile, converts=arch >= FIRST_WITH_CONVERSION)
+    options = cast_options(tile, converts=converts)
     return compiled_with(cast_kernel, signature, constants, options, arch, multiples_of_16=aligned)
 
 
@@ -126,7 +134,7 @@ def assert_cast_is_sound_and_wide(grids, arch, **changed):
     assert_sound(compiled)
     assert_wide(compiled, num_layouts=len(grids), words_of_a_thread=words)
     format = changed.get("format", "e4m3")
-    expected = {CONVERSIONS[format]} if arch >= FIRST_WITH_CONVERSION else set()
+    expected = {CONVERSIONS[format]} if rounds_once(divmod(arch, 10)) else set()
     assert set(re.findall(r"cvt\.[\w.]*e[45]m[23]x2[\w.]*", compiled.ptx)) == expected
 
 

@@ -14,7 +14,7 @@ from graphopt.ir.decisions import Action
 from graphopt.ir.kept_values import forward_values
 from graphopt.ir.liveness import saved_bytes, saved_for_backward
 from graphopt.operators.fp8 import DEQUANTIZE
-from tests.support.fp8 import DYNAMIC, QUANTIZES, sqnr
+from tests.support.fp8 import DYNAMIC, QUANTIZES, sqnr, to_16
 from tests.support.kept_fp8 import (
     FP8,
     TOKENS,
@@ -116,6 +116,34 @@ def test_a_float32_copy_is_made_again_from_the_value_in_two_bytes():
         for n in saved_for_backward(after)
         if n.meta["val"].dtype is torch.float32 and n.meta["val"].dim() == 2 and n.meta["val"].shape == (TOKENS, WIDTH)
     ]
+
+
+class Odd(nn.Module):
+    """A layer whose input has no multiple of 16 columns, and is read by a SiLU too."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, WIDE + 8), nn.Linear(WIDE + 8, WIDTH)
+
+    def forward(self, x):
+        y = self.up(x)
+        return self.down(y) + F.silu(y)[:, :WIDTH]
+
+
+@pytest.mark.parametrize("saved", ["products", "all"])
+def test_codes_that_products_pad_are_kept_without_the_zeros_and_read_by_others_too(saved):
+    before = joint(Odd, chosen=recipe(saved), pad=to_16)
+    after, _ = kept(before, recipe(saved))
+    shapes = {tuple(value.base.meta["val"].shape): value.nbytes for value in activations(after)}
+    assert (TOKENS, WIDE + 16) not in shapes and shapes[TOKENS, WIDE + 8] == TOKENS * (WIDE + 8)
+    assert any("padded codes" in each.reason for each in after.decisions.with_action(Action.RECAST))
+
+
+def test_codes_that_products_pad_are_made_of_the_kept_value_again():
+    before = joint(Odd, chosen=recipe("none"), pad=to_16)
+    after, _ = kept(before, recipe("none"))
+    assert not [value for value in activations(after) if value.base.meta["val"].dtype in FP8]
+    assert all(torch.equal(*pair) for pair in zip(gradients(before), gradients(after), strict=True))
 
 
 @pytest.mark.parametrize(("name", "layouts"), [("tensorwise", "two"), ("rowwise", "one"), ("rowwise", "two")])

@@ -26,7 +26,7 @@ from graphopt.passes.reuse_last_use import ReuseLastUse
 from graphopt.pipeline.default import step_pipeline
 from graphopt.pipeline.pipeline import Pipeline
 from graphopt.planner.decide import MemoryRequest
-from tests.support.fp8 import joint_program, tagged
+from tests.support.fp8 import joint_program, tagged, to_16
 from tests.support.graphs import run_pass
 from tests.support.steps import step_program
 
@@ -94,12 +94,12 @@ def test_uses_of_one_weight_that_are_far_apart_get_copies_of_their_own():
 
 def test_uses_of_one_weight_that_are_close_share_a_copy():
     def use(position):
-        return recast_weights._Use(None, None, position)
+        return recast_weights._Use(None, None, position, seconds=10.0)
 
     clock = [0.0, 1.0, 50.0, 51.0, 52.0]  # call 1 takes 49 seconds, the others one
-    groups = recast_weights._late_uses([use(0), use(2), use(3)], clock, cast_seconds=10.0, split=1)
+    groups = recast_weights._late_uses([use(0), use(2), use(3)], clock, split=1)
     assert [[each.position for each in group] for group in groups] == [[2, 3]]
-    assert recast_weights._late_uses([use(0), use(2), use(3)], clock, cast_seconds=10.0, split=4) == []
+    assert recast_weights._late_uses([use(0), use(2), use(3)], clock, split=4) == []
 
 
 def test_the_table_says_what_was_decided_and_why():
@@ -203,10 +203,10 @@ def test_runs_in_every_step_by_default():
 class Wide(nn.Module):
     """Layers whose FP8 codes are large beside those of the batch."""
 
-    def __init__(self):
+    def __init__(self, width=WIDTH):
         super().__init__()
         torch.manual_seed(0)
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS))
+        self.layers = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(LAYERS))
 
     def forward(self, x):
         for layer in self.layers:
@@ -214,17 +214,17 @@ class Wide(nn.Module):
         return {"loss": x.float().square().mean()}
 
 
-def fp8_program(recipe, *, layouts="one"):
+def fp8_program(recipe, *, layouts="one", width=WIDTH):
     """Forward and backward with every product in FP8, at the stage that the pass runs at."""
-    joint = tagged(joint_program(Wide(), {"x": torch.randn(ROWS, WIDTH)}))
+    joint = tagged(joint_program(Wide(width), {"x": torch.randn(ROWS, width)}), pad=to_16)
     joint = Pipeline((InsertQuantize(recipe, layouts), KeepQuantized(recipe), DropDead())).run(joint)
     joint.stage = Stage.STEP
     return joint
 
 
-def weight_codes(program):
+def weight_codes(program, width=WIDTH):
     """What the forward part leaves that is FP8 codes of a weight."""
-    shape = (WIDTH, WIDTH)
+    shape = (width, width)
     values = [value for value in forward_values(program) if value.uses]
     return [v for v in values if v.base.meta["val"].dtype.itemsize == 1 and tuple(v.base.meta["val"].shape) == shape]
 
@@ -245,6 +245,16 @@ def test_codes_of_weights_are_made_again_for_the_backward_part_bit_by_bit(recipe
     assert saved_bytes(before) - saved_bytes(after) >= kept * WIDTH * WIDTH
     rows = [row for row in after.decisions.with_action(Action.RECAST) if "quantized again" in row.reason]
     assert [row.copies for row in rows] == [1] * kept
+
+
+@pytest.mark.usefixtures("_smaller_copies_matter")
+@pytest.mark.parametrize("recipe", ["tensorwise", "blockwise"])
+def test_codes_that_products_pad_are_padded_again(recipe):
+    before = fp8_program(recipe, width=WIDTH + 8)
+    after, record = run_pass(RecastWeights(), before)
+    kept = weight_codes(before, 2 * WIDTH)
+    assert kept and record.changes == len(kept)
+    assert weight_codes(after, 2 * WIDTH) == weight_codes(after, WIDTH + 8) == []
 
 
 @pytest.mark.usefixtures("_smaller_copies_matter")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import random
-from dataclasses import replace
+from dataclasses import asdict, replace
 from types import SimpleNamespace
 
 import pytest
@@ -212,6 +212,8 @@ def test_nothing_to_choose_is_no_error():
 def test_devices_are_named_whatever_case_blanks_and_dashes():
     assert {device_class(name).name for name in ("h100", "H-100", " h100 ")} == {"H100"}
     assert device_class("4090") == device_class("rtx4090") == device_class("RTX 4090")
+    by_driver = {"NVIDIA H100 80GB HBM3": "H100", "H100 SXM": "H100", "NVIDIA GeForce RTX 4090": "RTX 4090"}
+    assert {name: device_class(name).name for name in by_driver} == by_driver
     for item in DEVICE_CLASSES:
         assert device_class(item.name) == item and item.support.has_fp8 == bool(item.fp8_flops)
 
@@ -297,6 +299,21 @@ def test_a_broken_table_is_an_error_that_says_what_to_do(content):
     table_file("H100").write_text(content)
     with pytest.raises(DataError, match="run graphopt measure-fp8 again"):
         read_table("H100")
+
+
+@pytest.mark.parametrize("wrong", [{"device": "H200"}, {"needs_two_layouts": "false"}], ids=str)
+def test_a_table_of_another_device_or_with_another_type_is_refused(wrong):
+    write_table(measured())
+    table_file("H100").write_text(json.dumps({**asdict(measured()), **wrong}))
+    with pytest.raises(DataError, match="expected device 'H100' and needs_two_layouts true or false"):
+        read_table("H100")
+
+
+def test_a_cache_that_cannot_be_written_is_an_error_that_names_the_variable(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("GRAPHOPT_CACHE", str(tmp_path / "file"))
+    with pytest.raises(DataError, match=r"cannot be written .* another folder in GRAPHOPT_CACHE"):
+        write_table(measured())
 
 
 def test_an_empty_batch_takes_a_call():

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from graphopt.errors import GraphoptError
+from graphopt.ir.decisions import Action, Decision, DecisionTable
 from graphopt.pipeline.pass_base import Refusal
 from graphopt.report.explain import explain
 from tests.support.steps import step_executable
@@ -57,6 +58,15 @@ def test_refusals_about_a_value_are_told():
     program.history = (record, *program.history[1:])
     for name in ("tanh", "body"):
         assert f"{record.name} declined at tanh: it is the last of its kind" in explain(executable, name)
+
+
+def test_a_reason_that_a_decision_gives_is_told_once():
+    executable = step_executable()
+    program, reason = executable.program, "its update waits for the norm"
+    decision = Decision(value="tanh", action=Action.KEEP, reason=reason, nbytes=1024, seconds=0.0)
+    record = replace(program.history[0], refusals=(Refusal("tanh", reason),))
+    program.history, program.decisions = (record, *program.history[1:]), DecisionTable("by hand", (decision,))
+    assert explain(executable, "tanh").count(reason) == 1
 
 
 def test_an_unknown_name_is_an_error_with_the_closest_names():

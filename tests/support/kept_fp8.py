@@ -100,9 +100,9 @@ def captured(kind, *options):
     return joint_program(Inside(inner, getattr(inner, "width", WIDTH)), {"x": torch.randn(TOKENS, WIDTH)})
 
 
-def joint(kind, *options, chosen=None, layouts="one", roles=None):
-    """The program before the pass: products of ``roles`` in FP8, between them what ``kind`` makes."""
-    before = tagged(captured(kind, *options), roles=roles)
+def joint(kind, *options, chosen=None, layouts="one", **tags):
+    """The program before the pass: products in FP8, tagged with ``tags``, between them what ``kind`` makes."""
+    before = tagged(captured(kind, *options), **tags)
     return Pipeline((InsertQuantize(chosen or recipe(), layouts), DropDead())).run(before)
 
 
