@@ -17,10 +17,14 @@ from graphopt.ir.spec import InputKind
 
 @dataclass
 class _Held:
-    """What one program gave: its outputs by name, and which writes of the parameters it has seen."""
+    """What one program gave: its outputs by name, and which writes of the parameters it has seen.
+
+    ``next_history``: the rows of its weights with what was seen of them, by their names.
+    """
 
     values: dict[str, torch.Tensor]
     versions: dict[str, tuple[int, int]]
+    next_history: Mapping[tuple[str, ...], torch.Tensor]
 
 
 @dataclass
@@ -32,7 +36,7 @@ class HeldWeights:
     """
 
     _held: dict[int, _Held] = field(default_factory=dict)
-    _current: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    _current: _Held | None = None
     _pending: dict[tuple[str, ...], torch.Tensor] = field(default_factory=dict)
 
     @property
@@ -57,19 +61,26 @@ class HeldWeights:
             with plain_execution():
                 outputs = executable.run(inputs())
             given = zip(program.signature.outputs, outputs, strict=True)
-            held = self._held[id(executable)] = _Held({output.name: value for output, value in given}, versions)
-            if WEIGHT_HISTORY in held.values:
-                self._pending[program.fp8.watch.delayed_weights] = held.values.pop(WEIGHT_HISTORY)
-        self._current = held.values
+            values = {output.name: value for output, value in given}
+            moved = values.pop(WEIGHT_HISTORY, None)
+            rows = {} if moved is None else {program.fp8.watch.delayed_weights: moved}
+            held = self._held[id(executable)] = _Held(values, versions, rows)
+        self._current = held
+
+    def note_read(self) -> None:
+        """A micro-step that read what ``refresh`` gave counts: so does what was seen of its weights."""
+        if self._current is not None:
+            self._pending.update(self._current.next_history)
 
     def tensor(self, name: str) -> torch.Tensor:
         """The value that the micro-step's program knows as ``name``."""
-        return self._current[name]
+        assert self._current is not None, "weights are quantized before a micro-step reads them"
+        return self._current.values[name]
 
     def let_go(self) -> None:
         """No further micro-step reads them: the memory is the update's."""
         self._held.clear()
-        self._current = {}
+        self._current = None
 
     def close(self, history: Fp8History | None) -> None:
         """The window has ended: what was seen of its weights enters ``history``."""

@@ -222,6 +222,7 @@ class TrainStep:
                 window.touched.update(dict.fromkeys(part.reached))
                 if self.state.fp8 is not None:
                     self.state.fp8.seen += seen_by(program, outputs)
+                    self.state.fp8.weights.note_read()
         result = rebuild(part.captured.structure, user_outputs(program, outputs))
         if window.micro_batches >= self.builder.options.accumulate.steps:
             self._end_window(view)

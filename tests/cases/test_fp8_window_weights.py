@@ -154,6 +154,21 @@ def test_a_window_that_is_saved_goes_on_with_its_weights():
     assert same(remembered(step), state)
 
 
+def test_a_micro_batch_that_fails_leaves_nothing_for_the_history(monkeypatch):
+    step = fresh_step(DELAYED, accumulate=3)
+    step(**batches(1)[0])
+    step.flush()
+    before = step.state.fp8.state_dict()
+
+    def fail(*args):
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr("graphopt.execute.step.run_before_commit", fail)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        step(**batches(1)[0])
+    assert step.state.fp8.state_dict()["window"]["weights"]["names"] == before["window"]["weights"]["names"] == []
+
+
 def test_held_weights_are_counted_in_the_plan_and_the_report():
     step = fresh_step(RECIPES["tensorwise"], accumulate=2)
     step(**batches(1)[0])
