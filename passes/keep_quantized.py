@@ -30,8 +30,8 @@ What is kept of a value follows from who reads it in the backward part:
 - The backward of a relu, of the relu's own result: a bit an element that says where it is not zero, beside the codes if
   others read them. This is exact; codes are not asked, as what is small beside the number that made the scale is zero
   there.
-- Float32 copies of a value in two bytes are made again from it (``saved="all"``), and codes are padded again. This is
-  exact.
+- Float32 copies of a value in two bytes are made again from it (``saved="all"``), and codes are padded again, once for
+  all readers, where they or what they are made of is kept anyway. This is exact.
 
 Saves 1 byte of 2, or 3 of 4, an element. Costs a pass over each value that is quantized and a pass for each reader. The
 values of the forward part stay as they are, and so does the loss. What is decided here does not depend on what else is
@@ -56,7 +56,6 @@ from torch import fx
 from graphopt.fp8 import Recipe, Tensorwise, recipe_of
 from graphopt.ir import ops
 from graphopt.ir.decisions import Action, Decision
-from graphopt.ir.erase import erase_dead
 from graphopt.ir.fp8_codes import Codes, codes_of, is_quantize, make_again, make_one_layout
 from graphopt.ir.fp8_padding import is_padding
 from graphopt.ir.fp8_rows import covers, make_rows, objection_to_rows, rows_of, value_again
@@ -65,7 +64,7 @@ from graphopt.ir.kept_values import ForwardValue, LateUse, forward_values
 from graphopt.ir.program import Program, Stage
 from graphopt.ir.spec import dtype_name
 from graphopt.ir.twins import insert_twin
-from graphopt.ir.view_copies import view_again
+from graphopt.ir.view_copies import read_instead
 from graphopt.ir.zero_masks import asks_for_zeros, has_zero_mask, pack_zeros, zeros_again
 from graphopt.pipeline.pass_base import Changes, Numerics, Pass
 from graphopt.planner.costs import node_seconds
@@ -112,36 +111,71 @@ class KeepQuantized(Pass):
 
 def _make_copies_again(program: Program, saved: str) -> int:
     """Let the backward part make copies of what is kept anyway again; how many."""
-    tolerance = Fp8Tolerance(program)
+    copies = _Copies(program, saved)
+    position = {node: i for i, node in enumerate(program.ops())}
     rows = []
-    for value in forward_values(program):
+    for value in copies.values:
         if not value.is_kept or value.is_returned or not _is_large(value):
             continue
-        what = _copied(program, tolerance, value.base, saved)
-        if what is None:
+        reason = copies.reason(value.base)
+        if reason is None:
             continue
         base: Any = value.base
-        for use in value.uses:
-            copy = insert_twin(program, use.user, base, base.target, *base.args, **base.kwargs)
-            _read_instead(program, (use,), {base: copy})
-        reason = f"{what}, made again from it where it is read; exact"
-        seconds = node_seconds(base, machine_rates()) * len(value.uses)
+        ordered = sorted(value.uses, key=lambda use: position[use.user])
+        # Codes take a byte an element: one padded copy for all readers. Wide numbers wait for none.
+        groups = [ordered] if is_padding(base) else [[use] for use in ordered]
+        for uses in groups:
+            anchor = uses[0].user
+            copy = insert_twin(program, anchor, base, base.target, *base.args, **base.kwargs)
+            read_instead(program, uses, anchor, {base: copy})
+        seconds = node_seconds(base, machine_rates()) * len(groups)
         origin = str(program.origin(base))
-        rows.append(Decision(base.name, Action.RECAST, value.nbytes, seconds, reason, origin, len(value.uses)))
+        rows.append(Decision(base.name, Action.RECAST, value.nbytes, seconds, reason, origin, len(groups)))
     program.decisions = program.decisions.joined(*rows)
     if rows:
         program.refresh()
     return len(rows)
 
 
-def _copied(program: Program, tolerance: Fp8Tolerance, node: fx.Node, saved: str) -> str | None:
-    """What ``node`` is, in words, if it is a copy that is made again: wide numbers, or codes that were padded."""
-    if is_padding(node):
-        quantized = _quantized(node)
-        return f"padded codes of {quantized.name}" if quantized and tolerance.is_activation(quantized) else None
-    if saved == "all" and tolerance.is_activation(node) and _widens_two_bytes(program, node):
-        return f"a float32 copy of {node.all_input_nodes[0].name}"
-    return None
+class _Copies:
+    """Which values of a program are copies of what is kept anyway, and why they are made again."""
+
+    def __init__(self, program: Program, saved: str) -> None:
+        self.values = forward_values(program)
+        self._program = program
+        self._saved = saved
+        self._tolerance = Fp8Tolerance(program)
+        self._value_of = {node: value for value in self.values for node in value.holders}
+
+    def reason(self, node: fx.Node) -> str | None:
+        """Why ``node`` is made again, if it is such a copy: wide numbers, or codes that were padded."""
+        if is_padding(node):
+            quantized = _quantized(node)
+            if quantized is None or not self._tolerance.is_activation(quantized) or not self._is_left(node, quantized):
+                return None
+            return f"padded codes of {quantized.name}, padded again where they are read; exact"
+        if self._saved == "all" and self._tolerance.is_activation(node) and _widens_two_bytes(self._program, node):
+            return f"a float32 copy of {node.all_input_nodes[0].name}, made again from it where it is read; exact"
+        return None
+
+    def _is_left(self, padded: fx.Node, quantized: fx.Node) -> bool:
+        """Whether something that ``padded`` can be made of is kept without it: the codes, or what they are of."""
+        codes, source = self._value_of.get(padded.all_input_nodes[0]), self._value_of.get(quantized)
+        if codes is not None and codes.is_kept:
+            return True
+        if source is None:
+            return False
+        reading, asking = _split_readers(self._program, source)
+        if self._saved == "none" or source.is_returned or reading:
+            return True
+        return bool(asking) and self._tolerance.objection(source, ()) is not None
+
+
+def _split_readers(program: Program, value: ForwardValue) -> tuple[list[LateUse], list[LateUse]]:
+    """Who reads the numbers of ``value`` in the backward part, and who asks for its zeros; quantizers left out."""
+    others = [use for use in value.uses if not is_quantize(use.user)]
+    asking = [use for use in others if asks_for_zeros(use)] if has_zero_mask(program, value) else []
+    return [use for use in others if use not in asking], asking
 
 
 def _quantized(padded: fx.Node) -> fx.Node | None:
@@ -161,15 +195,6 @@ def _is_large(value: ForwardValue) -> bool:
     """Whether ``value`` is worth two calls; the scales of codes never are."""
     maker = value.base.args[0] if ops.is_getitem(value.base) else value.base
     return value.nbytes >= _WORTH_QUANTIZING and not (isinstance(maker, fx.Node) and is_quantize(maker))
-
-
-def _read_instead(program: Program, uses: Iterable[LateUse], made: dict[fx.Node, fx.Node]) -> None:
-    """Let ``uses`` read what ``made`` has in the place of what they read, or views of it."""
-    for use in uses:
-        again = view_again(program, use.value, use.user, dict(made))
-        if again is not use.value:
-            use.user.replace_input_with(use.value, again)
-            erase_dead(program, (use.value,))
 
 
 @dataclass(frozen=True)
@@ -202,26 +227,24 @@ class _Keeper:
             return 0  # settled before
         codes = self._codes(value)
         read = [each for each in codes if self._uses(each.codes)]
-        others = [use for use in value.uses if not is_quantize(use.user)]
-        if not read and not others:
+        reading, asking = _split_readers(self._program, value)
+        others = [*reading, *asking]
+        if not others and not self._waiting(codes):
             return 0
         if self._saved == "none":
             return self._keep_value(value, read, "the recipe keeps nothing in FP8")
         if value.is_returned:
             return self._keep_value(value, read, "an output of the program holds it")
         if not others:
-            self._note_codes(value, read)
+            self._note_codes(value, codes)
             return 0
-        has_mask = has_zero_mask(self._program, value)
-        asking = [use for use in others if has_mask and asks_for_zeros(use)]
-        reading = [use for use in others if use not in asking]
         objection = self._tolerance.objection(value, reading)
-        if objection is None and not reading and not read and self._saved != "all":
+        if objection is None and not reading and not self._waiting(codes) and self._saved != "all":
             objection = _NO_PRODUCT
         if objection is not None:
             return self._keep_value(value, read, objection)
         if not reading:
-            return self._keep_zeros(value, read, asking)
+            return self._keep_zeros(value, codes, asking)
         return self._restore(value, codes, read, reading, asking)
 
     def _uses(self, node: fx.Node) -> tuple[LateUse, ...]:
@@ -233,18 +256,31 @@ class _Keeper:
         calls = dict.fromkeys(user for holder in value.holders for user in holder.users)
         return [each for call in calls if is_quantize(call) and call in self._position for each in codes_of(call)]
 
-    def _note_codes(self, value: ForwardValue, read: list[Codes]) -> None:
-        """The products alone read ``value``: nothing is to be done."""
-        products = dict.fromkeys(use.user.name for each in read for use in self._uses(each.codes))
-        reason = f"kept as FP8: the codes that {', '.join(products)} read; exact"
-        self._add(value, Action.QUANTIZE, reason, kept_bytes=_nbytes(read))
+    def _waiting(self, codes: Sequence[Codes]) -> list[fx.Node]:
+        """What of ``codes`` and their scales the backward part reads, as it was made or padded."""
+        parts = [self._value_of[part] for each in codes for part in (each.codes, each.scale) if part in self._value_of]
+        padded = [user for part in parts for holder in part.holders for user in holder.users if is_padding(user)]
+        return [node for node in dict.fromkeys((*(part.base for part in parts), *padded)) if self._uses(node)]
 
-    def _keep_zeros(self, value: ForwardValue, read: list[Codes], asking: list[LateUse]) -> int:
+    def _note_codes(self, value: ForwardValue, codes: list[Codes]) -> None:
+        """The products alone read ``value``: nothing is to be done."""
+        waiting = self._waiting(codes)
+        products = dict.fromkeys(use.user.name for node in waiting for use in self._uses(node))
+        reason = f"kept as FP8: the codes that {', '.join(products)} read; exact"
+        self._add(value, Action.QUANTIZE, reason, kept_bytes=_nbytes(waiting))
+
+    def _keep_zeros(self, value: ForwardValue, codes: list[Codes], asking: list[LateUse]) -> int:
         """Keep what ``asking`` want to know beside the codes that products read, and nothing else."""
         zeros = self._read_zeros(value, asking)
-        codes = "the codes that products read, and " if read else ""
-        reason = f"kept as {'FP8: ' if read else ''}{codes}{zeros.text}; exact"
-        self._add(value, Action.QUANTIZE, reason, seconds=zeros.seconds, kept_bytes=zeros.nbytes + _nbytes(read))
+        waiting = self._waiting(codes)
+        beside = "FP8: the codes that products read, and " if waiting else ""
+        self._add(
+            value,
+            Action.QUANTIZE,
+            f"kept as {beside}{zeros.text}; exact",
+            seconds=zeros.seconds,
+            kept_bytes=zeros.nbytes + _nbytes(waiting),
+        )
         return 1
 
     def _read_zeros(self, value: ForwardValue, asking: list[LateUse]) -> _Zeros:
@@ -257,7 +293,7 @@ class _Keeper:
         for use in asking:
             again = zeros_again(self._program, packed, base, use.user)
             seconds += node_seconds(again, self._rates)
-            _read_instead(self._program, (use,), {base: again})
+            read_instead(self._program, (use,), use.user, {base: again})
         readers = ", ".join(dict.fromkeys(use.user.name for use in asking))
         return _Zeros(f"a bit an element for {readers}", seconds, packed.meta["val"].nbytes)
 
@@ -283,12 +319,12 @@ class _Keeper:
         for use in others:
             again, call = value_again(self._program, rows, base, use.user)
             seconds += node_seconds(call, self._rates)
-            _read_instead(self._program, (use,), {base: again})
+            read_instead(self._program, (use,), use.user, {base: again})
         beside = [each for each in read if not fitting or each is not fitting[0]]
         how = "codes of a product" if fitting else f"E4M3 codes with a scale for each {rows.grid[1]} elements"
         readers = ", ".join(dict.fromkeys(use.user.name for use in others))
         reason = f"kept as FP8: {how}; read back for {readers}" + (f"; {zeros.text}" if asking else "")
-        kept_bytes = rows.nbytes + _nbytes(beside) + zeros.nbytes
+        kept_bytes = rows.nbytes + _nbytes(part for each in beside for part in (each.codes, each.scale)) + zeros.nbytes
         self._add(value, Action.QUANTIZE, reason, seconds=seconds, kept_bytes=kept_bytes)
         return 1
 
@@ -310,7 +346,7 @@ class _Keeper:
             first = min((use.user for use in uses), key=self._position.__getitem__)
             codes, scale = make_again(self._program, each, first)
             seconds += node_seconds(codes.all_input_nodes[0], self._rates)
-            _read_instead(self._program, uses, {each.codes: codes, each.scale: scale})
+            read_instead(self._program, uses, first, {each.codes: codes, each.scale: scale})
             if each.call.users:
                 make_one_layout(self._program, each.call)
         name = dtype_name(self._program.spec(value.base).dtype)
@@ -326,6 +362,6 @@ class _Keeper:
         self.rows.append(row)
 
 
-def _nbytes(codes: Sequence[Codes]) -> int:
-    """What keeping ``codes`` takes."""
-    return sum(node.meta["val"].nbytes for each in codes for node in (each.codes, each.scale))
+def _nbytes(nodes: Iterable[fx.Node]) -> int:
+    """What keeping ``nodes`` takes."""
+    return sum(node.meta["val"].nbytes for node in nodes)

@@ -39,14 +39,14 @@ from torch import fx
 
 from graphopt.ir import ops
 from graphopt.ir.decisions import Action, Decision
-from graphopt.ir.erase import erase_dead
 from graphopt.ir.fp8_codes import Codes, codes_of, is_quantize, make_again, make_one_layout
 from graphopt.ir.fp8_padding import is_padding
+from graphopt.ir.kept_values import LateUse
 from graphopt.ir.liveness import forward_end
 from graphopt.ir.program import Program, Stage, nodes_in
 from graphopt.ir.spec import InputKind
 from graphopt.ir.twins import insert_twin, is_twin
-from graphopt.ir.view_copies import view_again
+from graphopt.ir.view_copies import read_instead
 from graphopt.pipeline.pass_base import Changes, Pass, Refusal
 from graphopt.planner.costs import call_seconds
 from graphopt.planner.machine_rates import machine_rates
@@ -61,13 +61,11 @@ time in which its memory would be held."""
 
 
 @dataclass(frozen=True)
-class _Use:
-    """``user`` reads ``value``: the copy itself, or a view of it, perhaps padded. ``position``: where among all calls;
+class _Use(LateUse):
+    """A reader of the copy or of a view of it, perhaps padded, early ones too. ``position``: where among all calls;
     ``seconds``: what making ``value`` again takes, views left out.
     """
 
-    user: fx.Node
-    value: fx.Node
     position: int
     seconds: float
 
@@ -102,7 +100,8 @@ class RecastWeights(Pass):
         for copy in copies:
             late_uses = _late_uses(_uses(copy, position, seconds), clock, split)
             for uses in late_uses:
-                _insert_copy(program, copy, uses)
+                anchor = uses[0].user
+                read_instead(program, uses, anchor, copy.again(program, anchor))
             if late_uses and copy.codes is not None:
                 requantized.append(copy.call)
             count += len(late_uses)
@@ -195,17 +194,6 @@ def _late_uses(uses: list[_Use], clock: list[float], split: int) -> list[list[_U
         elif groups:
             groups[-1].append(use)
     return groups
-
-
-def _insert_copy(program: Program, copy: _Copy, uses: list[_Use]) -> None:
-    """Let ``uses`` read a new copy, made right before the first of them, and views of it."""
-    anchor = uses[0].user
-    made = copy.again(program, anchor)
-    for use in uses:
-        again = view_again(program, use.value, anchor, made)
-        if again is not use.value:
-            use.user.replace_input_with(use.value, again)
-            erase_dead(program, (use.value,))
 
 
 def _decision(program: Program, copy: _Copy, seconds: float, copies: int) -> Decision:

@@ -1,11 +1,14 @@
-"""Views of a value, made again on another value in its place."""
+"""Readers of a value and of its views read another value in its place."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from torch import fx
 
+from graphopt.ir.erase import erase_dead
+from graphopt.ir.kept_values import LateUse
 from graphopt.ir.program import Program
 from graphopt.ir.twins import insert_twin
 
@@ -23,3 +26,15 @@ def view_again(program: Program, value: fx.Node, anchor: fx.Node, made: dict[fx.
     copy = insert_twin(program, anchor, value, target, source, *value.args[1:], **value.kwargs)
     made[value] = copy
     return copy
+
+
+def read_instead(program: Program, uses: Iterable[LateUse], anchor: fx.Node, made: dict[fx.Node, fx.Node]) -> None:
+    """Let ``uses`` read what ``made`` has in the place of what they read, or views of it, made before ``anchor``.
+
+    What nobody reads any more is gone; what is made is remembered in ``made``.
+    """
+    for use in uses:
+        again = view_again(program, use.value, anchor, made)
+        if again is not use.value:
+            use.user.replace_input_with(use.value, again)
+            erase_dead(program, (use.value,))

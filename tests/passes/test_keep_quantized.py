@@ -11,8 +11,10 @@ from torch.nn import functional as F
 
 import graphopt
 from graphopt.ir.decisions import Action
+from graphopt.ir.fp8_padding import is_padding
 from graphopt.ir.kept_values import forward_values
 from graphopt.ir.liveness import saved_bytes, saved_for_backward
+from graphopt.ir.twins import is_twin
 from graphopt.operators.fp8 import DEQUANTIZE
 from tests.support.fp8 import DYNAMIC, QUANTIZES, sqnr, to_16
 from tests.support.kept_fp8 import (
@@ -137,6 +139,62 @@ def test_codes_that_products_pad_are_kept_without_the_zeros_and_read_by_others_t
     shapes = {tuple(value.base.meta["val"].shape): value.nbytes for value in activations(after)}
     assert (TOKENS, WIDE + 16) not in shapes and shapes[TOKENS, WIDE + 8] == TOKENS * (WIDE + 8)
     assert any("padded codes" in each.reason for each in after.decisions.with_action(Action.RECAST))
+
+
+class Shared(nn.Module):
+    """Three layers that read one value, whose columns are no multiple of 16; so does what ``function`` says."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.up = nn.Linear(WIDTH, WIDE + 8)
+        self.layers = nn.ModuleList(nn.Linear(WIDE + 8, WIDTH) for _ in range(3))
+        self.function = function
+
+    def forward(self, x):
+        y, beside = self.function(self.up(x))
+        first, second, third = (layer(y) for layer in self.layers)
+        return first * second + third + beside
+
+
+def alone(y):
+    return y, 0
+
+
+def silu_beside(y):
+    return y, F.silu(y)[:, :WIDTH]
+
+
+def rectified(y):
+    return F.relu(y), 0
+
+
+def paddings_again(program):
+    return [node for node in program.ops() if is_padding(node) and is_twin(node)]
+
+
+@pytest.mark.parametrize(("saved", "function"), [("none", alone), ("products", silu_beside), ("all", silu_beside)])
+def test_codes_are_padded_again_once_for_all_readers(saved, function):
+    before = joint(Shared, function, chosen=recipe(saved), pad=to_16)
+    after, _ = kept(before, recipe(saved))
+    (padded,) = paddings_again(after)
+    assert len(padded.users) == 3
+    (found,) = (each for each in after.decisions.with_action(Action.RECAST) if "padded codes" in each.reason)
+    assert found.copies == 1 and "padded again where they are read; exact" in found.reason
+
+
+@pytest.mark.parametrize("saved", ["products", "all"])
+@pytest.mark.parametrize("function", [alone, rectified])
+def test_padded_codes_that_nothing_else_can_stand_for_are_kept_and_nothing_beside_them(saved, function):
+    before = joint(Shared, function, chosen=recipe(saved), pad=to_16)
+    after, _ = kept(before, recipe(saved))
+    assert not paddings_again(after)
+    shapes = [tuple(value.base.meta["val"].shape) for value in activations(after)]
+    assert shapes.count((TOKENS, WIDE + 16)) == 1 and (TOKENS, WIDE + 8) not in shapes
+    bits = TOKENS * (WIDE + 8) // 8 if function is rectified else 0
+    codes = TOKENS * (WIDE + 16) + 4  # with the scale
+    assert codes + bits in [each.kept_bytes for each in after.decisions.with_action(Action.QUANTIZE)]
+    if saved == "products":  # else products of two layers wait in FP8 too
+        assert all(torch.equal(*pair) for pair in zip(gradients(before), gradients(after), strict=True))
 
 
 def test_codes_that_products_pad_are_made_of_the_kept_value_again():
