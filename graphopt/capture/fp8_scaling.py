@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from graphopt.capture.by_dtype import by_dtype
 from graphopt.capture.fp8_delayed import delay, history_scales, is_delayable
 from graphopt.capture.fp8_tensors import QuantizedTensor, depends_on_parameters_alone, quantized_tensors
 from graphopt.capture.trace import fake_like
@@ -72,8 +73,7 @@ def watch_step(joint: Program, recipe: Recipe, *, gradients: bool = False) -> Pr
             seen[tensor.name] = _digest(program, tensor)
     parts = [_stacked(program, [seen[tensor.name] for tensor in part]) for part in (weights, values) if part]
     looked_at = _gradients(program) if gradients else {}
-    if looked_at:
-        parts.append(_finiteness(program, list(looked_at.values())))
+    parts += [_finiteness(program, group) for group in by_dtype(program, looked_at.values())]
     _add_evidence(program, parts)
     names = tuple(tensor.name for tensor in (*weights, *values))
     watch = Fp8Watch(names, tuple(looked_at), delayed=delayed[HISTORY], delayed_weights=delayed[WEIGHT_HISTORY])
@@ -194,17 +194,18 @@ def _digest(program: Program, tensor: QuantizedTensor) -> fx.Node:
 
 
 def _gradients(program: Program) -> dict[str, fx.Node]:
-    """The gradients that have elements, by parameter, each as it was computed."""
+    """The gradients that have elements, by parameter, each as it was computed, those of a dtype together."""
     outputs = zip(program.output_values(), program.signature.outputs, strict=True)
-    return {
+    found = {
         output.name: before_widening(program, value)
         for value, output in outputs
         if output.kind is OutputKind.GRAD and isinstance(value, fx.Node) and program.spec(value).numel
     }
+    return dict(sorted(found.items(), key=lambda named: str(program.spec(named[1]).dtype)))
 
 
 def _finiteness(program: Program, gradients: Sequence[fx.Node]) -> fx.Node:
-    """f32[T]: for each gradient 0, or NaN if it holds Inf or NaN."""
+    """f32[T]: for each of ``gradients``, all of one dtype, 0, or NaN if it holds Inf or NaN."""
     ends = [_stacked(program, [_extreme(program, gradient, end) for gradient in gradients]) for end in _EXTREMES]
     # Each end less itself, in its own dtype: no finite gradient, however large, becomes one that is not.
     nothing = [_behind(program, [end], aten.sub.Tensor, end, end) for end in ends]

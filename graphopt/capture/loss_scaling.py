@@ -6,6 +6,7 @@ they are used, together with clipping and the weight of a window.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
+from graphopt.capture.by_dtype import by_dtype
 from graphopt.ir.program import Program
 from graphopt.ir.spec import TensorSpec
 from graphopt.ir.widening import before_widening
@@ -137,6 +139,14 @@ class ScalingWriter:
         return [self.emit(aten.amax.default, gradient), self.emit(aten.amin.default, gradient)]
 
     def _largest(self, extremes: list[fx.Node]) -> fx.Node:
-        stacked = self.emit(aten.stack.default, extremes)
-        dtype = torch.promote_types(self.program.spec(stacked).dtype, torch.float32)
-        return self.emit(aten.linalg_vector_norm.default, stacked, math.inf, dtype=dtype)
+        """The largest absolute value of ``extremes``, in the widest dtype of any of them and at least float32."""
+        dtypes = (self.program.spec(value).dtype for value in extremes)
+        dtype = functools.reduce(torch.promote_types, dtypes, torch.float32)
+
+        def norm(values: list[fx.Node]) -> fx.Node:
+            return self.emit(
+                aten.linalg_vector_norm.default, self.emit(aten.stack.default, values), math.inf, dtype=dtype
+            )
+
+        norms = [norm(group) for group in by_dtype(self.program, extremes)]
+        return norms[0] if len(norms) == 1 else norm(norms)

@@ -24,12 +24,27 @@ from graphopt.ir.fp8_watch import (
 )
 from graphopt.ir.numeric import random_inputs
 from graphopt.ir.spec import InputKind, OutputKind
+from graphopt.ir.widening import before_widening
 from graphopt.operators.fp8 import QUANTIZE, QUANTIZE_BOTH, QUANTIZE_DELAYED_BOTH, QUANTIZE_TRANSPOSED
 from graphopt.passes.insert_quantize import InsertQuantize
 from tests.support.fp8 import joint_program, tagged
 
 DELAYED = fp8.Delayed(history=3)
 FULL_LIKE = torch.ops.aten.full_like.default
+TO_COPY = torch.ops.aten._to_copy.default
+LISTS_READ_AS_ONE = (torch.ops.aten.stack.default, torch.ops.aten.cat.default)
+
+
+class Normed(nn.Module):
+    """Gradients in two dtypes: autocast leaves the norm in float32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.norm, self.down = nn.Linear(16, 32), nn.LayerNorm(32), nn.Linear(32, 16)
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"loss": self.down(self.norm(self.up(x))).float().square().mean()}
 
 
 class Shared(nn.Module):
@@ -118,6 +133,26 @@ def test_a_gradient_that_no_product_reads_is_evidence_too(value, is_finite):
     amax = dict(zip((*watch.reported, *watch.gradients), found["user", FP8_AMAX].isfinite().tolist(), strict=True))
     assert [name for name, is_good in amax.items() if not is_good] == ([] if is_finite else ["head.bias"])
     assert set(watch.gradients) == {"body.weight", "body.bias", "head.weight", "head.bias"}
+
+
+@pytest.mark.parametrize("bad", ["up.weight", "norm.bias", None])
+def test_gradients_of_several_dtypes_are_looked_at_dtype_by_dtype(bad):
+    before = tagged(joint_program(Normed(), {"x": torch.randn(16, 16)}))
+    InsertQuantize("tensorwise").apply(before)
+    values, outputs = list(before.output_values()), before.signature.outputs
+    for position, output in before.signature.outputs_of(OutputKind.GRAD):
+        if output.name == bad:
+            source = before_widening(before, values[position])
+            wrong = before.insert_before(source.next, FULL_LIKE, source, torch.inf)
+            values[position] = before.insert_before(wrong.next, TO_COPY, wrong, dtype=torch.float32)
+    before.set_outputs(values, outputs)
+    program = watch_step(before, fp8.Tensorwise(), gradients=True)
+    lists = [node.args[0] for node in program.ops() if node.target in LISTS_READ_AS_ONE]
+    assert all(len({program.spec(value).dtype for value in values}) == 1 for values in lists)
+    watch, found = program.fp8.watch, named_outputs(program, random_inputs(program))
+    amax = dict(zip((*watch.reported, *watch.gradients), found["user", FP8_AMAX].isfinite().tolist(), strict=True))
+    assert len(watch.gradients) == 6 and [name for name, is_good in amax.items() if not is_good] == [bad] * bool(bad)
+    assert bool(found["user", FP8_EVIDENCE] == 0) == (bad is None)
 
 
 def in_both_layouts(program):

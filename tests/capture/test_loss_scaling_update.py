@@ -10,13 +10,14 @@ from torch import nn
 
 import graphopt
 from graphopt import LossScale, optim
-from graphopt.capture.loss_scaling import LOSS_SCALE, OVERFLOW
-from graphopt.capture.update import _takes_factor
+from graphopt.capture.appender import Appender
+from graphopt.capture.loss_scaling import LOSS_SCALE, OVERFLOW, ScalingWriter
+from graphopt.capture.update import _empty_program, _takes_factor
 from graphopt.execute.segments import split_segments
 from graphopt.ir.decisions import Action
 from graphopt.ir.liveness import plan_memory
 from graphopt.ir.numeric import random_inputs
-from graphopt.ir.spec import InputKind, OutputKind
+from graphopt.ir.spec import InputKind, OutputKind, TensorSpec
 from tests.support.steps import TwoLayers
 
 aten = torch.ops.aten
@@ -66,6 +67,25 @@ def test_gradients_that_wait_for_each_other_wait_as_they_were_computed(precision
     model = TwoLayers()
     kept = scaled_step(model=model, precision=precision, scale=scale).program.decisions.with_action(Action.KEEP)
     assert sum(row.nbytes for row in kept) == 2 * sum(parameter.numel() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("largest", [(torch.bfloat16, -3e38), (torch.float32, 1e5), (torch.bfloat16, torch.nan)])
+@pytest.mark.parametrize("dtypes", [[torch.bfloat16], [torch.bfloat16, torch.float32, torch.float64]])
+def test_gradients_of_several_dtypes_are_stacked_dtype_by_dtype(dtypes, largest):
+    gradients = [torch.tensor([dtype.itemsize, -1.0], dtype=dtype) for dtype in 2 * dtypes]
+    dtype, extreme = largest
+    gradients.append(torch.tensor([0.0, extreme], dtype=dtype))
+    program = _empty_program()
+    appender = Appender(program)
+    specs = [TensorSpec((2,), gradient.dtype, (1,), gradient.device) for gradient in gradients]
+    nodes = [appender.add_tensor(f"grad{i}", InputKind.STATE, spec) for i, spec in enumerate(specs)]
+    measured = ScalingWriter(program, appender.emit).measure(nodes, nodes[0])
+    appender.add_output(measured.largest, OutputKind.USER, "largest")
+    stacks = [node.args[0] for node in program.ops() if node.target is aten.stack.default]
+    assert stacks and all(len({program.spec(value).dtype for value in values}) == 1 for values in stacks)
+    (found,) = program.run(gradients)
+    wanted = torch.cat(gradients).abs().amax()  # of several dtypes: in the widest
+    torch.testing.assert_close(found, wanted, rtol=0, atol=0, equal_nan=True, check_dtype=False)
 
 
 def test_forward_and_backward_are_those_of_the_unscaled_loss():
