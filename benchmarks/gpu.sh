@@ -6,7 +6,8 @@
 #   benchmarks/gpu.sh                    PYTHON=python3.12 benchmarks/gpu.sh      SKIP_INSTALL=1 benchmarks/gpu.sh
 #
 # Nothing is downloaded: torch (2.11 or newer) with its Triton and graphopt's other dependencies must be there, and
-# transformers for the steps. Without a GPU all parts run at tiny sizes on the CPU, FP8 emulated, and rows go to a folder that is thrown away.
+# transformers for the steps. Without a GPU all parts run at tiny sizes on the CPU, FP8 emulated, and rows go to a folder
+# that is thrown away.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 

@@ -79,10 +79,10 @@ are the allocator's own events; seconds are medians of interleaved rounds.\
 """
 
 _FP8_EXPLANATION = """\
-FP8 beside torchao's: forward and backward of {model} in bf16, {batch}, blocks in FP8; the peak above parameters and
-batch, and what one more block adds to it. torch.compile computes pointwise values again as it sees fit, graphopt
-nothing that no checkpoint says. Decibels are those of the worst gradient, against float32. All of them emulate FP8 on a
-CPU, so there is no time.\
+FP8 beside torchao's: forward and backward of {model} in bf16, {batch}, blocks in FP8; the
+peak above parameters and batch, and what one more block adds to it. torch.compile computes pointwise values again as it
+sees fit, graphopt nothing that no checkpoint says. Decibels are those of the worst gradient, against float32. All of
+them emulate FP8 on a CPU, so there is no time.\
 """
 
 MemoryRows = tuple[Row[MemoryFigures], ...]

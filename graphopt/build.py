@@ -95,10 +95,9 @@ class Builder:
         self._trained = NOTHING_TRAINED
         self._weight_programs: dict[str, Executable] = {}
 
-    @property
-    def has_trained(self) -> bool:
-        """Whether training has decided about FP8 products, which evaluations compiled from now on take over."""
-        return bool(self._trained.decisions)
+    def is_current(self, evaluation: Program) -> bool:
+        """Whether ``evaluation`` has the FP8 products that it would have if it were compiled now, after training."""
+        return evaluation.fp8.follows(self._trained)
 
     def pipeline(self, stage: Stage, reserved_bytes: int = 0, margin_bytes: int = 0) -> Pipeline:
         """The passes of a stage: the default ones unless options name others."""

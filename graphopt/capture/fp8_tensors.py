@@ -32,7 +32,6 @@ class QuantizedTensor:
     """A value that ``quantizers`` make codes of, in order; all of them see the same numbers, in one format."""
 
     name: str
-    role: Role
     quantizers: tuple[fx.Node, ...]
 
     @property
@@ -45,8 +44,8 @@ def quantized_tensors(program: Program) -> tuple[QuantizedTensor, ...]:
     """The tensors that ``program`` quantizes with scales of their present values, in order.
 
     A tensor is called after the module of the first product that reads it, and its role there ("gradient": of what that
-    module returns); a parameter by its own name. Where a module runs several times, its later tensors have ``#2``,
-    ``#3``, ... behind the name.
+    module returns); a parameter by its own name. Where a module runs several times, and where slices of one
+    value are quantized apart, later tensors have ``#2``, ``#3``, ... behind the name.
     """
     groups: dict[tuple[fx.Node, str], list[fx.Node]] = {}
     for node in program.ops():
@@ -118,7 +117,7 @@ class _Namer:
             module = self._module(products or [source], role)
             name = f"{module}.{role}" if module else str(role)
         self.times[name] = times = self.times.get(name, 0) + 1
-        return QuantizedTensor(name if times == 1 else f"{name}{CALL_MARK}{times}", role, quantizers)
+        return QuantizedTensor(name if times == 1 else f"{name}{CALL_MARK}{times}", quantizers)
 
     def _role(self, source: fx.Node, products: Sequence[fx.Node]) -> Role:
         match self.kinds.of(source):

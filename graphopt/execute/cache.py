@@ -30,11 +30,19 @@ class SignatureCache(Generic[Built]):
         self.compiled = 0
         self.warned = False
 
-    def get(self, key: Hashable, build: Callable[[], Built], *, describe: str) -> Built:
-        """The graph for ``key``, built when it is not there."""
-        if key in self.built:
+    def get(
+        self,
+        key: Hashable,
+        build: Callable[[], Built],
+        *,
+        describe: str,
+        is_current: Callable[[Built], bool] = lambda _: True,
+    ) -> Built:
+        """The graph for ``key``, built when it is not there, or is not current any more: then it goes first."""
+        if key in self.built and is_current(self.built[key]):
             self.built.move_to_end(key)
             return self.built[key]
+        self.built.pop(key, None)
         # torch's tracers patch process-wide state, and some random factories draw while they are traced.
         with _COMPILING, paused_collector(), torch.random.fork_rng(), torch.inference_mode(False):
             found = build()

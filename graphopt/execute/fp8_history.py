@@ -50,8 +50,8 @@ class Fp8History:
     def as_it_stands(self, names: Sequence[str], device: torch.device) -> torch.Tensor:
         """The rows of ``names``, f32[T,H], new, for a program that moves none; zeros for a tensor without one.
 
-        Names count the calls of a module. Where training quantizes another number of them, which is which is not
-        known: these tensors are given none.
+        Names count the calls of a module, or slices of a value. Where training quantizes another number of them, which
+        is which is not known: these tensors are given none.
         """
         rows = self._rows()
         trained, asked = Counter(map(_without_call, rows)), Counter(map(_without_call, names))

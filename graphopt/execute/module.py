@@ -35,8 +35,7 @@ class ModuleBuilder(Protocol):
     options: Any
     dump_folders: list[Path]
 
-    @property
-    def has_trained(self) -> bool: ...
+    def is_current(self, evaluation: Program) -> bool: ...
     def gradient(self, batch: BoundBatch, *, wrt: Sequence[str], title: str) -> Any: ...
     def module_step(self, built: Any) -> Executable: ...
     def inference(self, batch: BoundBatch) -> tuple[Captured, Executable]: ...
@@ -115,8 +114,13 @@ class CompiledModule(torch.nn.Module):
         if view.has_hooks:
             refuse_module_hooks(self._model)
         wrt = self._differentiated(bound, view)
-        key = (batch_key(bound), view.key, ambient_key(), wrt, not wrt and self._builder.has_trained)
-        compiled = self._cache.get(key, lambda: self._compile(bound, view, wrt), describe=describe_batch(bound))
+        key = (batch_key(bound), view.key, ambient_key(), wrt)
+        compiled = self._cache.get(
+            key,
+            lambda: self._compile(bound, view, wrt),
+            describe=describe_batch(bound),
+            is_current=lambda built: bool(wrt) or self._builder.is_current(built.executable.program),
+        )
         self.__dict__["_last"] = compiled.executable
         refuse_aliased(compiled.executable.program, bound)
         inputs = collect_inputs(compiled.executable.program, view, bound, self._state(compiled.executable.program))

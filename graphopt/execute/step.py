@@ -61,8 +61,7 @@ class StepBuilder(Protocol):
     options: Any
     dump_folders: list[Path]
 
-    @property
-    def has_trained(self) -> bool: ...
+    def is_current(self, evaluation: Program) -> bool: ...
     def gradient(self, batch: BoundBatch, *, wrt: Sequence[str], title: str) -> Any: ...
     def step(self, built: Any, request: UpdateRequest) -> Executable: ...
     def micro_step(self, built: Any, *, reserved_bytes: int) -> Any: ...
@@ -120,9 +119,10 @@ class TrainStep:
         with eval_mode(self.model):
             view = self._view()
             captured, executable, _ = self.evaluations.get(
-                (batch_key(bound), view.key, ambient_key(), self.builder.has_trained),
+                (batch_key(bound), view.key, ambient_key()),
                 lambda: (*self.builder.evaluation(bound), view.modules),
                 describe=describe_batch(bound),
+                is_current=lambda built: self.builder.is_current(built[1].program),
             )
             self.last_executable = self.last_executable or executable
             source = state_source(self.state, {}, executable.program.fp8.watch)

@@ -90,8 +90,8 @@ class Fp8Row:
 @dataclass(frozen=True)
 class Fp8Table:
     """The rows of a program, in order; empty where no recipe was asked for. ``recipe``, ``device``: as people read
-    them. ``watch``: which tensors are looked at when they are quantized. ``trained``: what training decided, before an
-    evaluation is.
+    them. ``watch``: which tensors are looked at when they are quantized. ``trained``: what training had decided when an
+    evaluation was made.
     """
 
     recipe: str = ""
@@ -143,6 +143,15 @@ class Fp8Table:
             for row in self.rows
             if row.role == "forward"
         )
+
+    def follows(self, trained: TrainedForward) -> bool:
+        """Whether an evaluation of this table is as ``trained`` has it: each forward product in FP8 or not as it was
+        decided when the table was made, by training or else here.
+        """
+        products = [product for product, _ in self.forward_decisions()]
+        here = [decision for _, decision in self.forward_decisions()]
+        made = zip(here, self.trained.about(products), trained.about(products), strict=True)
+        return all((now or own).is_fp8 == (then or own).is_fp8 for own, then, now in made)
 
     def by_layer(self) -> tuple[Fp8Row, ...]:
         """The rows with the products of each layer together, in the order of its first one."""

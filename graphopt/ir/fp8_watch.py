@@ -23,7 +23,7 @@ WEIGHT_HISTORY = "fp8_weight_history"
 apart from the rest, because they may be quantized less often."""
 
 CALL_MARK = "#"
-"""In the name of a tensor, before the number of the call of its module, from the second on."""
+"""In the name of a tensor, before the number of the call of its module or of the slice, from the second on."""
 
 SCALES = "fp8_scales"
 """State f32[T]: scales that the caller has found from the history."""

@@ -108,7 +108,8 @@ def difference_of(left: Any, right: Any, name: str, kind: str) -> Difference | N
         return infinite
     if torch.equal(left, right) or left.numel() == 0:
         return None
-    wide_left, wide_right = left.double(), right.double()
+    wide = torch.complex128 if left.is_complex() else torch.float64
+    wide_left, wide_right = left.to(wide), right.to(wide)
     same = (wide_left == wide_right) | (wide_left.isnan() & wide_right.isnan())
     if bool(same.all()):
         return None

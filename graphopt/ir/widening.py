@@ -8,13 +8,16 @@ from torch import fx
 from graphopt.ir import ops
 from graphopt.ir.program import Program
 
+# Types of one byte are no part of this: torch neither promotes them nor finds their largest value.
+_COMPARABLE = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
 
 def is_widening(program: Program, node: fx.Node) -> bool:
-    """Whether ``node`` converts floating-point numbers to a type that holds all of them."""
+    """Whether ``node`` converts floating-point numbers of two bytes or more to a type that holds all of them."""
     if not ops.is_conversion(node):
         return False
     narrow, wide = program.spec(node.all_input_nodes[0]).dtype, program.spec(node).dtype
-    return narrow.is_floating_point and torch.promote_types(narrow, wide) == wide
+    return narrow in _COMPARABLE and wide in _COMPARABLE and torch.promote_types(narrow, wide) == wide
 
 
 def before_widening(program: Program, node: fx.Node) -> fx.Node:

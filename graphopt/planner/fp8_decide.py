@@ -42,7 +42,7 @@ def decide_products(program: Program, recipe: Recipe, *, micro_steps: int = 1) -
     for other in others:
         rows.setdefault(other.node, []).append(_other_row(program, other, rules))
     ordered = [row for node in program.ops() for row in rows.get(node, ())]
-    return Fp8Table(recipe.name, setting.name, tuple(ordered))
+    return Fp8Table(recipe.name, setting.name, tuple(ordered), trained=program.fp8.trained)
 
 
 class _Decided:

@@ -341,3 +341,25 @@ def test_every_kind_of_model_trains(name):
     for recipe in recipes:
         assert losses[recipe].isfinite().all()
         assert (losses[recipe] - losses["bf16"]).abs().max() <= NEAR * losses["bf16"].abs().max()
+
+
+class Rounded(nn.Module):
+    """A model that rounds one of its weights to FP8 by itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.weight = nn.Linear(32, 32), nn.Parameter(torch.randn(32, 32))
+
+    def forward(self, x):
+        rounded = self.weight.to(torch.float8_e4m3fn).to(torch.float32)
+        return {"loss": (self.layer(x) @ rounded).square().mean()}
+
+
+@pytest.mark.parametrize("options", [{"precision": "fp8"}, {"loss_scale": 8.0}], ids=["fp8", "loss scale"])
+def test_a_gradient_that_the_model_widens_from_fp8_is_looked_at_as_it_is(options):
+    torch.manual_seed(0)
+    model = Rounded()
+    step = graphopt.compile(model, ["loss"], optimizer=graphopt.optim.SGD(lr=1e-3), backend="aten", **options)
+    before = model.weight.detach().clone()
+    assert step(x=torch.randn(32, 32)).loss.isfinite()
+    assert not torch.equal(model.weight, before)

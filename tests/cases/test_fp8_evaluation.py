@@ -122,3 +122,71 @@ def test_a_module_evaluated_before_training_takes_its_products_too(costly_quanti
             losses.append(module(**BATCH).loss)
         trained = module(**BATCH).loss.detach()
     assert not torch.equal(losses[0], trained) and torch.equal(losses[1], trained)
+
+
+# ---- after more training ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def few_rows_pay(tmp_path, monkeypatch):
+    """FP8 pays at 64 rows, and does not at 512."""
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path))
+    products = (MeasuredProduct(64, 64, 64, 1e-3, *[1e-4] * 3), MeasuredProduct(512, 64, 64, 1e-3, *[1e-2] * 3))
+    write_table(MeasuredTable("H100", True, 1e15, 1e-6, products))
+
+
+def forwards_in_fp8(step):
+    return [is_fp8 for *_, is_fp8 in forward_products(step.program)]
+
+
+def rows_of(num_rows):
+    return {name: torch.randn(num_rows, 64) for name in ("x", "target")}
+
+
+def test_evaluation_is_compiled_again_where_training_decides_otherwise_at_its_sizes(few_rows_pay):
+    few, many = rows_of(64), rows_of(512)
+    optimizer = graphopt.optim.SGD(lr=0.0)
+    step = graphopt.compile(
+        Layers(), ["loss"], optimizer=optimizer, precision=Tensorwise(target="H100"), backend="aten"
+    )
+    step(**few)
+    in_fp8 = step.eval(**many).loss  # as training has it at the size that was compiled last
+    trained = step(**many).loss
+    assert not any(forwards_in_fp8(step)) and not torch.equal(in_fp8, trained)
+    assert torch.equal(step.eval(**many).loss, trained)
+    assert torch.equal(step.eval(**few).loss, step(**few).loss) and all(forwards_in_fp8(step))
+    assert len(step.evaluations.built) == 2, "what is stale keeps no place"
+
+
+def test_a_module_without_gradients_is_compiled_again_too(few_rows_pay):
+    few, many = rows_of(64), rows_of(512)
+    module = graphopt.compile(Layers(), ["loss"], precision=Tensorwise(target="H100"), backend="aten")
+    module(**few)
+    with torch.no_grad():
+        module(**many)
+    trained = module(**many).loss.detach()
+    with torch.no_grad():
+        assert torch.equal(module(**many).loss, trained) and num_products(module.program) == 0
+
+
+@pytest.mark.parametrize("target", [None, "H100"])
+def test_an_evaluation_that_training_agrees_with_is_compiled_once(target, few_rows_pay):
+    few, many = rows_of(64), rows_of(512)
+    recipe = Tensorwise(include=("first",), target=target)
+    step = graphopt.compile(Layers(), ["loss"], optimizer=graphopt.optim.SGD(lr=0.0), precision=recipe, backend="aten")
+    for batch in (few, many, few):
+        step.eval(**few)
+        step(**batch)
+    assert step.evaluations.compiled == 1
+
+
+def test_a_refused_product_is_no_reason_to_compile_evaluation_at_every_call():
+    step = graphopt.compile(
+        Layers(), ["loss"], optimizer=graphopt.optim.SGD(lr=0.0), precision=Tensorwise(), backend="aten"
+    )
+    empty, full = rows_of(0), rows_of(64)
+    step.eval(**empty)
+    step(**full)
+    for _ in range(2):
+        step.eval(**empty)
+    assert step.evaluations.compiled == 2  # before training and after it

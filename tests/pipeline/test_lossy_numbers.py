@@ -170,3 +170,89 @@ def test_what_a_comparison_says_of_rounded_numbers_is_no_mistake():
     product.update_arg(0, after.insert_before(product, aten.floor.default, product.args[0]))
     assert differences(before, after, [x], tolerance=0.1)
     assert differences_of_calls(before, after, [x], tolerance=0.1) == ()
+
+
+@dataclass(frozen=True)
+class Turn(Pass):
+    """Every call of ``turned`` becomes one of ``into``."""
+
+    turned: torch._ops.OpOverload = aten.gt.Scalar
+    into: torch._ops.OpOverload = aten.lt.Scalar
+
+    name: ClassVar[str] = "turn"
+    numerics: ClassVar[Numerics] = Numerics.LOSSY
+
+    def apply(self, program: Program) -> Changes:
+        found = [node for node in program.ops() if node.target is self.turned]
+        for node in found:
+            node.target = self.into
+        return Changes(len(found))
+
+
+@dataclass(frozen=True)
+class ExactTurn(Turn):
+    """The same by a pass that only adds up in another order."""
+
+    numerics: ClassVar[Numerics] = Numerics.REASSOCIATES
+
+
+def masked(x):
+    return (x * x.gt(0)).exp()
+
+
+def chosen(x):
+    return x.gather(1, x.argmax(1, keepdim=True)).exp()
+
+
+@pytest.mark.parametrize(
+    ("function", "item"),
+    [
+        (masked, Turn()),
+        (masked, ExactTurn()),
+        (chosen, Turn(aten.argmax.default, aten.argmin.default)),
+        (chosen, ExactTurn(aten.argmax.default, aten.argmin.default)),
+    ],
+    ids=["mask", "mask-exact", "choice", "choice-exact"],
+)
+def test_a_turned_mask_and_a_turned_choice_are_wrong_and_named(function, item):
+    before = program_of(function, torch.randn(64, 16))
+    (turned,) = (node.name for node in before.ops() if node.target is item.turned)
+    with pytest.raises(PassError, match=f"value {turned}: "):
+        Pipeline((item,)).run(before, verify=Verify.NUMERIC)
+
+
+def rounded_by(format: torch.dtype, function: Callable) -> tuple[Program, Program, torch.Tensor]:
+    """A program of ``function``, the same with its input rounded to ``format`` and back, and numbers for both."""
+    x = torch.randn(256, 16)
+    before = program_of(lambda x: function(x), x)
+    after = before.copy()
+    first = next(iter(after.ops()))
+    codes = after.insert_before(first, aten._to_copy.default, first.args[0], dtype=format)
+    first.update_arg(0, after.insert_before(first, aten._to_copy.default, codes, dtype=torch.float32))
+    return before, after, x
+
+
+@pytest.mark.parametrize("function", [lambda x: x.gt(1).float().neg(), lambda x: x.argmax(1).neg().float().neg()])
+def test_a_few_elements_that_jump_are_no_mistake(function):
+    before, after, x = rounded_by(torch.bfloat16, function)
+    x[0] = 1.0
+    x[0, -1] = 1 + 2**-12
+    assert differences(before, after, [x], tolerance=0.1)
+    assert differences_of_calls(before, after, [x], tolerance=0.1) == ()
+
+
+def test_an_imaginary_part_that_differs_is_a_difference():
+    x = torch.complex(torch.randn(8), torch.randn(8))
+    before = program_of(lambda x: (x * 1) + 0, x)
+    after = program_of(lambda x: (x * 1).conj().resolve_conj() + 0, x)
+    assert differences(before, after, [x], tolerance=0.1)
+
+
+def test_a_call_with_several_results_may_have_the_name_of_one_with_one():
+    x = torch.randn(8)
+    before = program_of(lambda x: x.abs().exp(), x)
+    after = program_of(lambda x: x.sort()[0].exp(), x)
+    (call,) = (node for node in before.ops() if node.target is aten.abs.default)
+    (sort,) = (node for node in after.ops() if node.target is aten.sort.default)
+    call.name = sort.name
+    assert differences_of_calls(before, after, [x], tolerance=0.1)
