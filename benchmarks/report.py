@@ -1,4 +1,4 @@
-"""The README's tables, ``results/README.md``, the table of ``docs/fp8-training.md`` and the plots of frontiers.
+"""The README's tables, ``results/README.md``, tables of ``docs/fp8.md`` and ``docs/fp8-training.md``, and plots.
 
 All are generated from the stored rows.
 
@@ -22,6 +22,7 @@ from benchmarks.compile_time import compile_time_table
 from benchmarks.drift import DriftFigures, drift_checks, drift_table
 from benchmarks.facts_llama import FactsFigures, facts_table
 from benchmarks.fp8_fusion import Fp8FusionFigures, fp8_fusion_table
+from benchmarks.fp8_peaks_table import PeakFigures, peaks_table
 from benchmarks.fp8_peers_table import PeerFigures, peers_table
 from benchmarks.fp8_saved_table import SavedFigures, saved_table
 from benchmarks.fp8_training_table import Fp8TrainingFigures, training_checks, training_table
@@ -58,7 +59,8 @@ from graphopt.report.table import render
 BEGIN = "<!-- benchmarks:begin -->"
 END = "<!-- benchmarks:end -->"
 README = REPOSITORY / "README.md"
-# Belongs to the rows of the repository: rows of another folder leave it alone.
+# They belong to the rows of the repository: rows of another folder leave them alone.
+FP8_PAGE = REPOSITORY / "docs" / "fp8.md"
 FP8_TRAINING_PAGE = REPOSITORY / "docs" / "fp8-training.md"
 _OUT_OF_DATE = 1
 # Wider than any table: a line that wraps is no Markdown.
@@ -187,6 +189,14 @@ def _optimizer_parts(folder: Path) -> list[str]:
     return parts
 
 
+def fp8_peaks_section(folder: Path) -> str:
+    """What stands between the markers of ``docs/fp8.md``: peaks of a step beside bf16's."""
+    parts: list[str] = []
+    for rows in load_all(folder, "fp8-peaks", PeakFigures):
+        parts += [_markdown(peaks_table(rows)), _provenance([rows])]
+    return "\n\n".join(parts) if parts else "Nothing has been measured yet."
+
+
 def fp8_training_section(folder: Path) -> str:
     """What stands between the markers of ``docs/fp8-training.md``: each recipe beside bf16, and its checks."""
     parts: list[str] = []
@@ -310,7 +320,8 @@ def main(
     readme: Annotated[Path, typer.Option(help="The README that has the markers.")] = README,
     results: Annotated[Path, typer.Option(help="The folder with the rows.")] = RESULTS,
 ) -> None:
-    """Generate the README's benchmark tables, results/README.md, docs/fp8-training.md and the plots of frontiers."""
+    """Generate the README's benchmark tables, results/README.md, those of docs/fp8.md and docs/fp8-training.md, and the
+    plots of frontiers."""
     frontiers = load_all(results, "frontier", FrontierFigures)
     whole_steps = load_all(results, "whole-step", WholeStepFigures)
     fp8 = load_all(results, "fp8-peers", PeerFigures)
@@ -318,8 +329,8 @@ def main(
     pages = {readme: with_section(readme.read_text(), section), results / "README.md": results_page(results)}
     pages |= _plots(results, frontiers)
     if results.resolve() == RESULTS.resolve():
-        text = with_section(FP8_TRAINING_PAGE.read_text(), fp8_training_section(results))
-        pages[FP8_TRAINING_PAGE] = text
+        for page, make in ((FP8_PAGE, fp8_peaks_section), (FP8_TRAINING_PAGE, fp8_training_section)):
+            pages[page] = with_section(page.read_text(), make(results))
     stale = [path for path, text in pages.items() if not path.exists() or path.read_text() != text]
     if check and stale:
         typer.echo(
