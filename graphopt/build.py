@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from graphopt.capture.accumulation import append_window
-from graphopt.capture.ambient import without_autocast
 from graphopt.capture.batch import BatchBinder, BoundBatch
 from graphopt.capture.differentiate import differentiable_outputs, differentiate, without_gradient
 from graphopt.capture.export import Captured, OutputRequest, capture_program
@@ -28,6 +27,7 @@ from graphopt.execute.model_view import view_model
 from graphopt.execute.paging.rules import install_rules
 from graphopt.execute.shared_memory import overlapping_tensors
 from graphopt.execute.workspace import MeasuredWorkspace
+from graphopt.ir.ambient import without_autocast
 from graphopt.ir.embeddings import embedding_tables
 from graphopt.ir.fp8_table import Fp8Table
 from graphopt.ir.fp8_trained import NOTHING_TRAINED

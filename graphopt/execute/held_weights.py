@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from graphopt.capture.ambient import plain_execution
 from graphopt.execute.executable import Executable
 from graphopt.execute.fp8_history import Fp8History
+from graphopt.ir.ambient import plain_execution
 from graphopt.ir.fp8_watch import WEIGHT_HISTORY
 from graphopt.ir.spec import InputKind
 

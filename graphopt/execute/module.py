@@ -9,7 +9,6 @@ from typing import Any, Protocol
 
 import torch
 
-from graphopt.capture.ambient import plain_execution
 from graphopt.capture.batch import BatchBinder, BoundBatch
 from graphopt.capture.export import Captured
 from graphopt.capture.hooks import refuse_module_hooks
@@ -21,6 +20,7 @@ from graphopt.execute.inputs import asked_outputs, collect_inputs, refuse_aliase
 from graphopt.execute.model_view import ModelView, view_model
 from graphopt.execute.module_scales import ModuleScales
 from graphopt.fp8 import Delayed
+from graphopt.ir.ambient import plain_execution
 from graphopt.ir.liveness import forward_end
 from graphopt.ir.program import Program
 from graphopt.ir.spec import Input, InputKind, OutputKind, TensorSpec

@@ -7,11 +7,11 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
-from graphopt.capture.ambient import plain_execution
 from graphopt.execute.executable import Executable, run_before_commit, run_segment
 from graphopt.execute.inputs import write_back
 from graphopt.execute.ledger import UpdateFacts, UpdateLedger
 from graphopt.execute.verdict import evidence
+from graphopt.ir.ambient import plain_execution
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,6 @@ from typing import Any, Protocol
 
 import torch
 
-from graphopt.capture.ambient import plain_execution
 from graphopt.capture.batch import BatchBinder, BoundBatch
 from graphopt.capture.export import Captured
 from graphopt.capture.hooks import refuse_module_hooks, refuse_parameter_hooks
@@ -35,6 +34,7 @@ from graphopt.execute.state_inputs import state_source
 from graphopt.execute.state_rows import StateRow, state_rows
 from graphopt.execute.update_info import UpdateInfo
 from graphopt.execute.verdict import EMPTY_WINDOW, seen_by
+from graphopt.ir.ambient import plain_execution
 from graphopt.ir.program import Program
 from graphopt.ir.spec import OutputKind, TensorSpec
 from graphopt.optim.state import Weights

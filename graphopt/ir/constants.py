@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from graphopt.ir import ops
+from graphopt.ir.ambient import plain_execution
 from graphopt.ir.fake import is_fake
 from graphopt.ir.program import Program
 from graphopt.ir.spec import InputKind
@@ -177,7 +178,7 @@ class ConstantValues:
         def real(argument: fx.Node) -> Any:
             return values[argument] if argument in values else _blank_like(argument.meta["val"])
 
-        with torch.no_grad():
+        with plain_execution():
             return node.target(*fx.map_arg(node.args, real), **fx.map_arg(node.kwargs, real))  # type: ignore[operator]
 
 
@@ -276,6 +277,6 @@ def _run_on_window(node: fx.Node, values: Mapping[fx.Node, Any], window: Window)
         aligned = window[len(window) - len(shape) :]
         sizes = [1 if size == 1 else part.stop - part.start for size, part in zip(shape, aligned, strict=True)]
         return values[node.all_input_nodes[0]].expand(sizes)
-    with torch.no_grad():
+    with plain_execution():
         args = fx.map_arg(node.args, values.__getitem__)
         return node.target(*args, **fx.map_arg(node.kwargs, values.__getitem__))  # type: ignore[operator]

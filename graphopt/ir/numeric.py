@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from graphopt.ir import ops
+from graphopt.ir.ambient import plain_execution
 from graphopt.ir.program import Program
 from graphopt.ir.spec import InputKind, TensorSpec
 
@@ -78,7 +79,7 @@ def differences(before: Program, after: Program, inputs: Sequence[Any], *, toler
 def run_isolated(interpreter: fx.Interpreter, inputs: Sequence[Any]) -> tuple[Any, ...]:
     """The outputs on copies of ``inputs``; the caller's generator is left as it is."""
     copies = [value.clone() if isinstance(value, torch.Tensor) else value for value in inputs]
-    with torch.random.fork_rng(), torch.no_grad():
+    with torch.random.fork_rng(), plain_execution():
         torch.manual_seed(_SEED)
         return tuple(interpreter.run(*copies, enable_io_processing=False))
 

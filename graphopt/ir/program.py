@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from graphopt.errors import ProgramError
+from graphopt.ir.ambient import plain_execution
 from graphopt.ir.decisions import DecisionTable
 from graphopt.ir.fake import FakeTensor, FakeTensorMode
 from graphopt.ir.fp8_table import Fp8Table
@@ -210,7 +211,7 @@ class Program:
 
         args = fx.map_arg(node.args, fake)
         kwargs = fx.map_arg(node.kwargs, fake)
-        with self.fake_mode, torch.no_grad():
+        with self.fake_mode, plain_execution():
             value = node.target(*args, **kwargs)  # type: ignore[operator]
         self._inferences[node] = Inference.of(node, value)
         return value
@@ -266,7 +267,7 @@ class Program:
         """The outputs for ``inputs`` (in signature order), interpreted node by node without gradients."""
         if len(inputs) != len(self.signature.inputs):
             raise ProgramError(f"expected {len(self.signature.inputs)} inputs, came {len(inputs)}")
-        with torch.no_grad():
+        with plain_execution():
             return tuple(fx.Interpreter(self.module).run(*inputs, enable_io_processing=False))
 
     def text(self) -> str:
