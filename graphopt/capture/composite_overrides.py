@@ -19,6 +19,8 @@ from typing import Any
 import torch.export.exported_program
 from torch._subclasses.fake_impls import op_implementations_dict
 
+from graphopt.capture.replaced_function import replaced_function
+
 _NAME = "_override_composite_implicit_decomp"
 
 Override = Callable[[Mapping[Any, Any]], AbstractContextManager[None]]
@@ -82,16 +84,7 @@ class _Memory:
 _MEMORY = _Memory()
 
 
-@contextmanager
-def overrides_remembered() -> Iterator[None]:
+def overrides_remembered() -> AbstractContextManager[None]:
     """Inside, composite operators are overridden as they were the last time."""
-    functions = vars(torch.export.exported_program)
-    original = functions.get(_NAME)
-    if original is None:
-        yield
-        return
-    functions[_NAME] = lambda asked: _MEMORY.override(original, asked)
-    try:
-        yield
-    finally:
-        functions[_NAME] = original
+    module = torch.export.exported_program
+    return replaced_function(module, _NAME, lambda original: lambda asked: _MEMORY.override(original, asked))

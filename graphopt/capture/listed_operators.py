@@ -7,28 +7,24 @@ the first step of a small model takes. Where torch has no function of that name,
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 import torch._export.utils
+
+from graphopt.capture.replaced_function import replaced_function
 
 _NAME = "_materialize_cpp_cia_ops"
 
 
-@contextmanager
-def operators_listed_once() -> Iterator[None]:
+def operators_listed_once() -> AbstractContextManager[None]:
     """Inside, C++ operators are looked up at the first call alone. No operator may be registered inside."""
-    functions = vars(torch._export.utils)
-    original = functions.get(_NAME)
-    if original is None:
-        yield
-        return
-    original()
-    functions[_NAME] = _nothing
-    try:
-        yield
-    finally:
-        functions[_NAME] = original
+    return replaced_function(torch._export.utils, _NAME, _listed_now)
+
+
+def _listed_now(list_all: Callable[[], None]) -> Callable[[], None]:
+    list_all()
+    return _nothing
 
 
 def _nothing() -> None:

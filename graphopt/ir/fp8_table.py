@@ -148,10 +148,12 @@ class Fp8Table:
         """Whether an evaluation of this table is as ``trained`` has it: each forward product in FP8 or not as it was
         decided when the table was made, by training or else here.
         """
-        products = [product for product, _ in self.forward_decisions()]
-        here = [decision for _, decision in self.forward_decisions()]
-        made = zip(here, self.trained.about(products), trained.about(products), strict=True)
-        return all((now or own).is_fp8 == (then or own).is_fp8 for own, then, now in made)
+        if trained is self.trained:  # asked at every evaluation: mostly nothing was compiled in between
+            return True
+        decided = self.forward_decisions()
+        products = [product for product, _ in decided]
+        made = zip(decided, self.trained.about(products), trained.about(products), strict=True)
+        return all((now or own).is_fp8 == (then or own).is_fp8 for (_, own), then, now in made)
 
     def by_layer(self) -> tuple[Fp8Row, ...]:
         """The rows with the products of each layer together, in the order of its first one."""

@@ -40,7 +40,7 @@ class TrainedForward:
         for place, (product, decision) in zip(places, decided, strict=True):
             if all(product.sizes):
                 found[place, product.sizes] = found[place, None] = decision
-        return TrainedForward(found)
+        return self if found == self.decisions else TrainedForward(found)
 
     def about(self, products: Sequence[ForwardProduct]) -> tuple[Decision | None, ...]:
         """The decision about each of the ``products`` of a program, in order: that at its size, or else the latest."""
